@@ -10,10 +10,10 @@ from pgtoolkit.comparison.common_measure import (
 )
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup
 from pgtoolkit.comparison.no_verdict import what_to_run
-from pgtoolkit.config.keys import shown
+from pgtoolkit.config.keys import OPTION_KEYS, is_inside, shown
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import Run
-from pgtoolkit.runs.records import read_sweep
+from pgtoolkit.runs.records import read_config, read_sweep
 from pgtoolkit.system.report import text
 
 
@@ -66,26 +66,40 @@ def planned(compared: Compared, against: str) -> set[tuple[int, int]]:
     A base is a group that has all values of `against`. The bases are moved to the front of
     `compared.groups`.
     against: KEY=VALUE,...; a KEY alone has the value of the sweep's first configuration, and with
-        "" that configuration is the base.
+        "" that configuration is the base. An option that is a file of the user's, as in
+        loss=clip_0.1, stands for the keys of its group that the runs differ in.
     """
-    base: dict[str, str] = {}
+    bases = compared.groups
+    along: list[str] = []
     for pair in against.split(",") if against else compared.keys:
         key, is_given, value = pair.partition("=")
-        _refuse_against(compared, against, key in compared.keys)
-        base[key] = value if is_given else text(compared.first.values[key])
-    bases = [
-        group
-        for group in compared.groups
-        if all(text(group.values[key]) == base[key] for key in base)
-    ]
-    _refuse_against(compared, against, bool(bases))
+        of_pair = [key]
+        fitting = []
+        if key in compared.keys:
+            value = value if is_given else text(compared.first.values[key])
+            fitting = [group for group in bases if text(group.values[key]) == value]
+        if not fitting and is_given and key in OPTION_KEYS:
+            of_pair = [name for name in compared.keys if is_inside(name, key)]
+            fitting = [group for group in bases if of_pair and _has_typed(group, pair)]
+        _refuse_against(compared, against, bool(fitting))
+        bases = fitting
+        along += of_pair
+    compared.axis = along if against else []
     compared.groups = bases + [group for group in compared.groups if group not in bases]
-    others = [key for key in compared.keys if key not in (*base, compared.best_of)]
+    others = [key for key in compared.keys if key not in (*along, compared.best_of)]
     rests = [[repr(group.values[key]) for key in others] for group in compared.groups]
     after = range(len(bases), len(rests))
     if len(bases) == 1:
         return {(0, j) for j in after}
     return {(i, j) for i in range(len(bases)) for j in after if rests[i] == rests[j]}
+
+
+def _has_typed(group: RunGroup, option: str) -> bool:
+    """Return whether GROUP=OPTION was typed for every run of the group."""
+    return all(
+        (Path(run.path) / "overrides.yaml").is_file() and option in read_config(run.path)[1]
+        for run in group.runs
+    )
 
 
 def _refuse_against(compared: Compared, against: str, is_right: bool) -> None:

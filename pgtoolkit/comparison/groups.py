@@ -111,7 +111,7 @@ def compare(
         comparisons=Comparisons([]),
         left_out=left_out,
         notes=notes,
-        axis=[pair.partition("=")[0] for pair in against.split(",")] if against else [],
+        axis=[],
         over=blocks,
         asked=asked,
         best_of=best_of,

@@ -201,7 +201,7 @@ def _varied(word: str, known: Known) -> list[Page]:
         if key.free and is_inside(word, key.name):
             inner = word.removeprefix(f"{key.name}.").partition(".")[2]
             return [*known[key.name], *(known.get(f"task.{inner}", []) if inner else [])]
-    file = re.fullmatch(r"(?:conf/)?(\w+)/([\w-]+)\.yaml", word)
+    file = re.fullmatch(r"(?:conf/)?(\w+)/([\w.-]+)\.yaml", word)
     if file is not None:
         return known.get(f"{file[1]}={file[2]}") or known.get(file[2]) or known.get(file[1]) or []
     if known.get(word.partition("/")[0], [])[:1] and "/" in word:

@@ -9,7 +9,15 @@ import re
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.system.report import near_path, nearest, refusal, shell_path, shortest_path
+from pgtoolkit.system.report import (
+    near_path,
+    nearest,
+    refusal,
+    shell_path,
+    shortest_path,
+    with_ending,
+    without_ending,
+)
 from pgtoolkit.system.yaml_text import plain_yaml
 
 OPTIONAL = ("experiment", "debug")
@@ -51,13 +59,13 @@ def sweep_file(name: str = "") -> Path:
         return shipped[name]
     if path.suffix == ".yaml" and path.is_file():
         return path.resolve()
-    near = nearest(path.stem, shipped, 0.6)
-    near = near or (near_path(path.parent / f"{path.stem}.yaml") if name else None)
+    near = nearest(without_ending(path).name, shipped, 0.6)
+    near = near or (near_path(with_ending(path, ".yaml")) if name else None)
     use = f"pgtk sweep {near or next(iter(shipped))}"
     if "=" in name:
         use = f"pgtk -m {name}"
     if path.is_file():
-        use = f"mv {shell_path(path)} {shell_path(path.with_suffix('.yaml'))}"
+        use = f"mv {shell_path(path)} {shell_path(with_ending(path, '.yaml'))}"
     raise ConfigError(
         refusal(
             setting="pgtk sweep",
@@ -196,7 +204,7 @@ def leading_comment(file: Path) -> str:
 def misplaced(group: str, word: str) -> tuple[str, str] | None:
     """Return why an option of the user's is not found, and what to type; None where there is no
     file of its name."""
-    if not re.fullmatch(r"[\w-]{1,80}", word):
+    if not re.fullmatch(r"[\w.-]{1,80}", word):
         return None
     users = own_folder()
     if users is not None:

@@ -14,6 +14,7 @@ from pgtoolkit.config.keys import OWN_CODE, changes_learning, declared, key_name
 from pgtoolkit.config.schema import Config
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.records import leaves, plain
+from pgtoolkit.system.functions import is_dotted_path
 from pgtoolkit.system.redaction import redact
 
 Value = TypeVar("Value")
@@ -168,8 +169,8 @@ def _parts(overrides: list[str], defaults: dict[str, str]) -> dict[str, str]:
 
 
 def _own_name(option: str) -> str:
-    """Return the name of an option; of a dotted path only the class or function."""
-    return option.rpartition(".")[2]
+    """Return the name of an option, as `clip_0.1`; of a dotted path only the class or function."""
+    return option.rpartition(".")[2] if is_dotted_path(option) else option
 
 
 def _by_importance(parts: dict[str, str]) -> list[str]:

@@ -40,7 +40,15 @@ from pgtoolkit.system.columns import aligned
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS
 from pgtoolkit.system.plain_files import JsonObject, json_object, write_atomically
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import is_whole, key_of, plural, refusal, say, shell_path
+from pgtoolkit.system.report import (
+    is_whole,
+    key_of,
+    plural,
+    refusal,
+    say,
+    shell_path,
+    without_ending,
+)
 from pgtoolkit.system.yaml_text import to_yaml
 
 FOLDER = Path("outputs/evaluations")
@@ -235,7 +243,7 @@ def _sets_on(
         shared = {"task": config.task.name, **shared}
     sets: dict[str, dict[str, object]] = {}
     for path in on:
-        stem = re.sub(r"[^A-Za-z0-9_]+", "_", Path(path).stem).strip("_")[:30]
+        stem = re.sub(r"[^A-Za-z0-9_]+", "_", without_ending(Path(path)).name).strip("_")[:30]
         stem = stem if stem[:1].isalpha() else f"set_{stem}"
         names = [stem, *(f"{stem}_{number}" for number in range(2, len(on) + 1))]
         name = next(name for name in names if name not in sets and name != TRAINING)

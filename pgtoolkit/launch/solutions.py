@@ -15,7 +15,7 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.launch.start import refused
 from pgtoolkit.system.output_files import unwritable
 from pgtoolkit.system.plain_files import replacing
-from pgtoolkit.system.report import Report, shell_path
+from pgtoolkit.system.report import Report, beside, shell_path, with_ending
 from pgtoolkit.tasks.settings import ReverseTaskSettings
 
 
@@ -58,9 +58,9 @@ def _checked_task(out: Path, overrides: list[str]) -> Config:
     config = composed.config
     default_of = functools.partial(default, config, choices=composed.choices)
     report = Report([*composed.problems], default_of=default_of)
-    free = out.with_suffix(".jsonl")
+    free = with_ending(out, ".jsonl")
     if free.exists():
-        free = out.with_name(f"{out.stem}-2.jsonl")
+        free = beside(free)
     if out.exists():
         report.refuse(
             setting=f"OUT={out}",

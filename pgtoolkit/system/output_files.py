@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.pictures import FORMATS, format_of
-from pgtoolkit.system.report import refusal
+from pgtoolkit.system.report import beside, refusal, with_ending
 
 
 def refuse_unwritable(files: dict[str, Path], pictures: Collection[str] = ()) -> None:
@@ -26,7 +26,7 @@ def refuse_unwritable(files: dict[str, Path], pictures: Collection[str] = ()) ->
                 needs=f"a name that ends in {', '.join(f'.{ending}' for ending in FORMATS)}",
                 got=path.name,
                 reason="The end of the name is the format of the picture.",
-                use=f"{option}={path.with_suffix('.png')}",
+                use=f"{option}={with_ending(path, '.png')}",
             )
         first = next(name for name, other in files.items() if other.absolute() == path.absolute())
         if problem is None and first != option:
@@ -35,7 +35,7 @@ def refuse_unwritable(files: dict[str, Path], pictures: Collection[str] = ()) ->
                 needs=f"another file than {first}",
                 got=path,
                 reason="One would be written over the other.",
-                use=f"{option}={path.with_stem(path.stem + '-2')}",
+                use=f"{option}={beside(path)}",
             )
         if problem is not None:
             problems.append(problem)
@@ -61,7 +61,7 @@ def unwritable(option: str, path: Path) -> str | None:
             return None
         needs = "a file that can be written"
         got = f"{path}: Permission denied"
-        better = path.with_stem(path.stem + "-2")
+        better = beside(path)
     elif not folder.exists():
         got = f"{folder}: no such folder"
     elif not folder.is_dir():

@@ -216,6 +216,25 @@ def free_path(path: str, ending: str = "") -> str:
     return next(name for name in names if not os.path.lexists(os.path.expanduser(name)))
 
 
+def without_ending(path: Path) -> Path:
+    """Return a path without the ending, of letters, that says a file's format.
+
+    `loss_0.1` and `loss.v2` have none.
+    """
+    return path.with_suffix("") if re.fullmatch(r"\.[A-Za-z]+", path.suffix) else path
+
+
+def with_ending(path: Path, ending: str) -> Path:
+    """Return a path with another ending."""
+    return path.parent / f"{without_ending(path).name}{ending}"
+
+
+def beside(path: Path) -> Path:
+    """Return a path whose name has `-2` before its ending."""
+    stem = without_ending(path).name
+    return path.parent / f"{stem}-2{path.name.removeprefix(stem)}"
+
+
 def program(name: str) -> str:
     """Return the command for a program of this Python's environment.
 

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pgtoolkit.errors import DataError
-from pgtoolkit.system.report import free_path, listed, plural, program
+from pgtoolkit.system.report import free_path, listed, plural, program, without_ending
 
 SUFFIXES = (".jsonl", ".parquet")
 MAX_ROW_GROUP_BYTES = 512 * 2**20
@@ -192,7 +192,7 @@ def way_to_rows(place: Path) -> str:
         return f" For each file:{way_to_rows(files[0])}" if files else ""
     if not place.is_file():
         return ""
-    new = shlex.quote(free_path(str(place.with_suffix("")), ".jsonl"))
+    new = shlex.quote(free_path(str(without_ending(place)), ".jsonl"))
     old = shlex.quote(str(place))
     python = program("python")
     match place.suffix.lower():

@@ -4,6 +4,7 @@ p values are those of scipy or worked out by hand."""
 import csv
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from pgtoolkit.comparison.measures import margin_of
 from pgtoolkit.comparison.reports import _latex, as_json, configurations, html_parts
 from pgtoolkit.comparison.statistics import Comparisons, Sample
 from pgtoolkit.comparison.text_report import render_comparison
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import Run
 
 PASS = "evaluation/held_out/pass@1"
@@ -91,6 +94,25 @@ def test_the_table_for_latex_names_the_base_of_each_difference_where_there_are_s
     assert by_words["gspo", "0.2"] == ["grpo, 0.2", "$-$0.300"]
     one_base = [run for run in runs if run.config["optimizer.lr"] == 0.1]
     assert "against" not in _latex(compare(one_base, f"final:{PASS}", against="loss=grpo"), "")
+
+
+def test_an_option_of_a_users_file_is_a_base_by_its_name_though_runs_differ_in_its_keys(tmp_path):
+    """loss=clip_0.1 and loss=clip_0.3 are files with the same class, and another loss.low."""
+    runs = []
+    for low, rate, end in ((0.1, 1, 0.5), (0.3, 1, 0.6), (0.1, 2, 0.7), (0.3, 2, 0.4)):
+        path = tmp_path / f"{low}-{rate}"
+        with RunDirectory(path) as directory:
+            directory.write_config({"seed": 0}, ["seed=0", f"loss=clip_{low}"])
+        config = {"loss.name": "custom", "loss.options.low": low, "optimizer.lr": rate}
+        runs.append(replace(run_of([0.2, 0.3, end], **config), path=path))
+    compared = compare(runs, f"final:{PASS}", against="loss=clip_0.3")
+    pairs = {
+        (compared.groups[first].label, compared.groups[second].label)
+        for first, second in compared.comparisons.primary or ()
+    }
+    assert pairs == {("0.3, 1", "0.1, 1"), ("0.3, 2", "0.1, 2")}
+    with pytest.raises(ConfigError, match=r"^--against=loss=clip_0.2 needs .* --against=loss.low="):
+        compare(runs, f"final:{PASS}", against="loss=clip_0.2")
 
 
 def test_what_a_pair_differs_in_beside_the_named_key_is_said_wherever_the_pair_is_shown():

@@ -9,6 +9,7 @@ from pgtoolkit.config.names import digest, name_from, plain_config
 from pgtoolkit.config.plan import evaluations
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import validated
+from pgtoolkit.launch.evaluate import _sets_on
 
 ON = "evaluation.every=20"
 
@@ -110,3 +111,12 @@ def test_evaluation_changes_neither_digest_nor_name_unless_it_may_end_the_run():
     assert digest_of(*evaluation) == digest_of()
     assert digest_of(*evaluation, "trainer.stop_at=0.5") != digest_of()
     assert name_from(evaluation, {}) == "default"
+
+
+def test_sets_of_a_command_have_the_names_of_their_paths_with_what_follows_a_dot():
+    config = compose(["task=prompts", "task.path=a"]).config
+    paths = ["math-v0.1", "math-v0.3", "folder/test.jsonl"]
+    sets = _sets_on(paths, config, None, ["task.verifier=math_verify"])
+    assert {name: values["path"] for name, values in sets.items()} == dict(
+        zip(["math_v0_1", "math_v0_3", "test"], paths, strict=True)
+    )

@@ -33,6 +33,7 @@ ANSWERS = [
         (["optimizer.learning_rate=3e-4", "seed=1"], "learning-rate-3e-4_seed-1"),
         (["tracking=none", "hydra.run.dir=x", "hydra/launcher=joblib"], "default"),
         (["model.path=/home/me/../some model"], "some-model"),
+        (["loss=clip_0.1,my_losses.Clip"], "loss-clip-0.1-Clip"),
         ([*ON_THE_HUB, "loss=grpo"], "Qwen3-0.6B_gsm8k.jsonl_loss-grpo"),
         # Sweeps of earlier versions are found by this name, digits included.
         (
@@ -61,6 +62,7 @@ def test_long_names_of_folders_keep_the_seed():
         (["seed=1", "loss=grpo", "aggregation=token_mean"], "gspo_sample-mean_seed-1"),
         (["experiment=dapo", "loss.epsilon_high=0.3"], "gspo_sample-mean_dapo_epsilon-high-0.3"),
         (["tracking=none", "hydra.run.dir=x"], "gspo_sample-mean"),
+        (["experiment=mine_0.1"], "gspo_sample-mean_mine-0.1"),
         ([*ON_THE_HUB, "loss=grpo"], "gspo_sample-mean_Qwen3-0.6B_gsm8k.jsonl"),
     ],
 )
@@ -73,6 +75,7 @@ def test_names_of_runs_begin_with_loss_and_aggregation(overrides, name):
     [
         (["seed=1", "aggregation=token_mean", "loss=grpo"], "grpo_token-mean_seed-1"),
         (["loss=gspo", "seed=1"], "gspo_seed-1"),
+        (["loss=clip_0.1", "aggregation=mine_0.5"], "clip-0.1_mine-0.5"),
         (["loss=custom", "loss.path=mine.Squared"], "mine.Squared"),
         (["aggregation=constant", "aggregation.reducer=mine.weights"], "constant_mine.weights"),
         (["seed=1"], "seed-1"),

@@ -116,9 +116,14 @@ def test_all_files_that_cannot_be_written_are_refused_together(tmp_path, monkeyp
         "--figure": Path("picture.gif"),
         "--other-figure": Path("picture.PDF"),
         "--latex": Path("picture.PDF"),
+        "--third-figure": Path("clip_0.1"),
+        "--json": Path("clip_0.1.json"),
+        "--other-json": Path("clip_0.1.json"),
+        "--tex": Path("clip_0.2"),
+        "--other-tex": Path("clip_0.2"),
     }
     with pytest.raises(ConfigError) as refused:
-        refuse_unwritable(files, pictures=("--figure", "--other-figure"))
+        refuse_unwritable(files, pictures=("--figure", "--other-figure", "--third-figure"))
     lost = "It would be lost after all the work."
     assert str(refused.value).splitlines() == [
         "--html=missing/page.html needs a folder that exists (got missing: no such folder). "
@@ -131,6 +136,12 @@ def test_all_files_that_cannot_be_written_are_refused_together(tmp_path, monkeyp
         "The end of the name is the format of the picture. Use --figure=picture.png.",
         "--latex=picture.PDF needs another file than --other-figure (got picture.PDF). "
         "One would be written over the other. Use --latex=picture-2.PDF.",
+        "--third-figure=clip_0.1 needs a name that ends in .png, .jpg, .pdf, .svg (got clip_0.1). "
+        "The end of the name is the format of the picture. Use --third-figure=clip_0.1.png.",
+        "--other-json=clip_0.1.json needs another file than --json (got clip_0.1.json). "
+        "One would be written over the other. Use --other-json=clip_0.1-2.json.",
+        "--other-tex=clip_0.2 needs another file than --tex (got clip_0.2). "
+        "One would be written over the other. Use --other-tex=clip_0.2-2.",
     ]
     assert unwritable("--html=", Path("new.html")) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
