@@ -23,7 +23,7 @@ from pgtoolkit.losses.corrections import Correction, Factors
 from pgtoolkit.losses.data_faults import Data, MadeFrom
 from pgtoolkit.losses.documents import DocumentSums
 from pgtoolkit.losses.family import LOG_RATIO_LIMIT, Family, clamped, over_scope, scope_mean
-from pgtoolkit.losses.function import FunctionFamily
+from pgtoolkit.losses.function import FunctionFamily, FunctionLoss
 from pgtoolkit.losses.function_values import Evaluated, check_results, evaluate
 from pgtoolkit.losses.kl import KL, Penalties
 from pgtoolkit.losses.metrics import LEVELS
@@ -365,8 +365,8 @@ class Objective:
         """Return the function's results at all positions, 0 where it gets no token.
 
         A document of weight 0 has no part in those of other documents, and no loss. Its ratio and
-        its metrics are those of a call in which it is beside the others, while `groups` and `step`
-        count these alone; its group's number is that of the others.
+        its metrics are those of a call in which it is beside the others, see `_called_beside`,
+        while `groups` and `step` count these alone; its group's number is that of the others.
         """
         if family.level == "token":
             return self._call(family, log_probs, weights, None, (None, None, None))
@@ -375,18 +375,41 @@ class Objective:
             return self._call(family, log_probs, weights, None, views)
         trained = self.documents.counts > 0
         members = self.members()
-        has_members = bool(members.any())
-        rows, views = self._seen_by(trained, members if has_members else trained)
-        of_all = self._call(family, log_probs, weights, rows, views)
-        if bool((members == trained).all()):
-            return of_all
-        if not has_members:
+        if not bool(members.any()):
+            rows, views = self._seen_by(trained, trained)
+            of_all = self._call(family, log_probs, weights, rows, views)
             zeros = torch.zeros_like(log_probs)
             return replace(of_all, losses=zeros, coefficients=zeros)
         rows, views = self._seen_by(members, members)
-        of_members = self._call(family, log_probs, weights, rows, views)
-        is_member = self.documents.broadcast(members.double()) > 0
-        return of_all.measured_beside(of_members, is_member, self._beside(members))
+        evaluated = self._call(family, log_probs, weights, rows, views)
+        if bool((members == trained).all()):
+            return evaluated
+        same_group = self._beside(members)
+        for others in self._called_beside(members, isinstance(family, FunctionLoss)):
+            rows, views = self._seen_by(members | others, members)
+            of_call = self._call(family, log_probs, weights, rows, views)
+            is_other = self.documents.broadcast(others.double()) > 0
+            evaluated = of_call.measured_beside(evaluated, ~is_other, same_group)
+        return evaluated
+
+    def _called_beside(self, members: Tensor, one_by_one: bool) -> Iterator[Tensor]:
+        """Yield, for each call that measures documents of weight 0, those that it gets beside the
+        members, (documents,) bool.
+
+        one_by_one: each alone, since a function may compare documents without `groups`; only those
+            of a group without a member are together.
+        """
+        others = (self.documents.counts > 0) & ~members
+        if not one_by_one:
+            yield others
+            return
+        numbers = torch.arange(len(others), device=others.device)
+        if self.group_index is not None:
+            _, groups = self.group_index.unique(return_inverse=True)
+            of_group = torch.zeros_like(numbers).index_add(0, groups, members.long())
+            numbers = torch.where(of_group[groups] > 0, numbers, len(others) + groups)
+        for number in numbers[others].unique():
+            yield others & (numbers == number)
 
     def _beside(self, members: Tensor) -> Tensor:
         """Return (T,) int64, for each position that of a token of a member of its group; its own

@@ -840,6 +840,34 @@ def test_a_number_of_a_prompt_is_that_of_the_documents_that_are_seen():
         assert float(made.metrics["pairs"]) == pytest.approx(sum(expected) / 6)
 
 
+def of_comparisons(log_ratio, advantages, documents, groups):
+    """The documents of the step that each document is above, by a comparison of (D, D)."""
+    s = documents.mean(log_ratio)
+    above = (s[:, None] > s[None]).sum(1).to(s)
+    return s * documents.mean(advantages), {"above": above}
+
+
+@pytest.mark.parametrize("groups", [OF_PROMPTS, torch.tensor([0, 0, 1, 0, 1, 0])])
+def test_a_document_of_weight_0_is_compared_with_those_that_are_seen_alone(groups):
+    """Documents 2 and 5 have weight 0."""
+    inputs = six_documents()
+    made = step_coefficients(
+        **inputs,
+        num_documents=6,
+        group_index=groups,
+        loss=of_comparisons,
+        reducer=but_two,
+        metrics="basic",
+    )
+    index = inputs["document_index"]
+    log_ratio = inputs["log_probs"] - inputs["old_log_probs"]
+    means = [float(log_ratio[index == document].mean()) for document in range(6)]
+    above = [sum(mean > means[other] for other in SEEN) for mean in means]
+    of_all = [sum(mean > other for other in means) for mean in means]
+    assert sum(above) != sum(of_all[d] if d in (2, 5) else above[d] for d in range(6))
+    assert float(made.metrics["above"]) == pytest.approx(sum(above) / 6)
+
+
 def padded_soft_clip(log_probs, old_log_probs, advantages, mask, totals):
     """The mean over documents of the means of soft-clipped tokens, as somebody might have it."""
     ratio = torch.where(mask, log_probs - old_log_probs, 0.0).exp()
