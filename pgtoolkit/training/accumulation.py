@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import MicroBatch, Step, StepTotals, known_vectors
 from pgtoolkit.document import have_old_log_probs
-from pgtoolkit.errors import DataError, NumericalError
+from pgtoolkit.errors import ConfigError, DataError, NumericalError
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.model.attention import local_tokens
@@ -33,6 +33,15 @@ _MUST_BE_FINITE = ("loss", "grad_norm", "value_loss", "critic_grad_norm")
 
 _COUNTERS = ("num_updates", "num_skipped_steps", "documents_seen", "documents_trained")
 """What a module has counted, which a checkpoint of the Trainer keeps."""
+
+KEPT = "pgtoolkit"
+"""The place in a checkpoint of the Trainer of what only a module here knows."""
+
+WEIGHTS_ALONE = (
+    "module.load_state_dict(torch.load(PATH, weights_only=False)['state_dict']), which begins "
+    "anew with the weights, and trainer.fit without ckpt_path"
+)
+"""What a refusal says to use instead of a Trainer's checkpoint."""
 
 _MOST_NAMES = 8
 """Documents that the message on a skipped step names."""
@@ -169,12 +178,23 @@ class DynamicAccumulation(lightning.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the counters in a checkpoint of the Trainer."""
-        checkpoint["pgtoolkit"] = {name: getattr(self, name) for name in _COUNTERS}
+        checkpoint[KEPT] = {name: getattr(self, name) for name in _COUNTERS}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on counting, so that a schedule goes on, from where the Trainer's checkpoint was."""
+        """Go on counting, so that a schedule goes on, from where the Trainer's checkpoint was.
+
+        Raises ConfigError for a checkpoint without the counters.
+        """
+        kept = checkpoint.get(KEPT)
+        if not isinstance(kept, dict) or not kept.keys() >= {*_COUNTERS}:
+            raise ConfigError(
+                f"ckpt_path needs a checkpoint with the counters of {type(self).__name__} (got one "
+                "without). Schedules and metrics would begin anew. An on_save_checkpoint of your "
+                "own needs super().on_save_checkpoint(checkpoint); of a checkpoint that lacks them "
+                f"use {WEIGHTS_ALONE}."
+            )
         for name in _COUNTERS:
-            setattr(self, name, checkpoint["pgtoolkit"][name])
+            setattr(self, name, kept[name])
 
     def configure_callbacks(self) -> list[lightning.Callback]:
         """Refuse a Trainer that is to clip or to accumulate, and return no callbacks.

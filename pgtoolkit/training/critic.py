@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,7 @@ class Critic:
         # Only these parts of the loss decide the weights of tokens.
         self._loss = Loss(loss.family, loss.aggregation, masks_truncated=loss.masks_truncated)
         self.num_updates = 0
+        self._loaded: dict[str, Any] | None = None
 
     @property
     def trains_alone(self) -> bool:
@@ -91,6 +92,18 @@ class Critic:
     def make_optimizer(self) -> None:
         """Make the optimizer, once the weights are on the device that trains them."""
         self.optimizer = make_optimizer(self.body.model, self._optimizer_settings)
+        if self._loaded is not None:
+            self.optimizer.load_state_dict(self._loaded)
+            self._loaded = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state without the weights."""
+        return {"num_updates": self.num_updates, "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a result of `state_dict`, before the optimizer is made."""
+        self.num_updates = state["num_updates"]
+        self._loaded = state["optimizer"]
 
     def values(self, micro_batch: MicroBatch) -> Tensor:
         """Return the (T,) value of the state after each position's token, with its gradient."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -37,7 +37,12 @@ from pgtoolkit.rollouts.evaluator import Evaluator
 from pgtoolkit.sampling.settings import SamplingSettings
 from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.report import refusal
-from pgtoolkit.training.accumulation import DynamicAccumulation, StepOutput
+from pgtoolkit.training.accumulation import (
+    KEPT,
+    WEIGHTS_ALONE,
+    DynamicAccumulation,
+    StepOutput,
+)
 from pgtoolkit.training.critic import Critic
 from pgtoolkit.training.loss_scale import LossScale
 from pgtoolkit.training.optimizer import LearningRate, make_optimizer
@@ -172,26 +177,51 @@ class PolicyGradientModule(DynamicAccumulation):
         self._schedule = LearningRate(optimizer, self._optimizer_settings, updates)
         return [optimizer], [{"scheduler": self._schedule, "interval": "step"}]
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep in a checkpoint of the Trainer what that does not know of."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint[KEPT] |= {name: part() for name, part in self._kept_parts().items()}
+
+    def _kept_parts(self) -> dict[str, Callable[[], object]]:
+        """Return what gives the state of each part that the Trainer does not know of, by name.
+
+        Weights are not in it, since the Trainer keeps those of a critic and of a reference, too.
+        """
+        parts: dict[str, Callable[[], object]] = {}
+        if self.critic is not None:
+            parts["critic"] = self.critic.state_dict
+        if self.adaptive_kl is not None:
+            parts["adaptive_kl"] = self.adaptive_kl.state_dict
+        if self.loss_scale is not None:
+            parts["loss_scale"] = self.loss_scale.state_dict
+        if self.reference_every is not None:
+            parts["reference_is_due"] = lambda: self.reference_is_due
+        return parts
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on from a checkpoint of the Trainer; raises ConfigError where that lacks a part."""
-        parts = {
-            "a critic": self.critic,
-            "an adaptive KL coefficient": self.adaptive_kl,
-            "a loss scale": self.loss_scale,
-            "a reference that follows the policy": self.reference_every,
-        }
-        lacking = [part for part, value in parts.items() if value is not None]
+        super().on_load_checkpoint(checkpoint)
+        kept = checkpoint[KEPT]
+        lacking = [name for name in self._kept_parts() if name not in kept]
         if lacking:
             raise ConfigError(
                 refusal(
                     setting="ckpt_path",
-                    needs="a module of which a Trainer's checkpoint has all",
-                    got=f"one with {', '.join(lacking)}",
-                    reason="Of these it has no state, so that the training would not go on.",
-                    use="pgtk resume with a run of pgtk",
+                    needs="a checkpoint of a module with the same parts",
+                    got=f"one without {', '.join(lacking)}",
+                    reason="The training would not go on as it was.",
+                    use=WEIGHTS_ALONE,
                 )
             )
-        super().on_load_checkpoint(checkpoint)
+        if self.critic is not None:
+            self.critic.load_state_dict(kept["critic"])
+        if self.adaptive_kl is not None:
+            self.adaptive_kl.load_state_dict(kept["adaptive_kl"])
+            self.take_kl_coefficient()
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(kept["loss_scale"])
+        if self.reference_every is not None:
+            self.reference_is_due = kept["reference_is_due"]
 
     def take_step(self, step: Step) -> StepOutput:
         self._check_sampling_log_probs(step)

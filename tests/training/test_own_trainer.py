@@ -3,6 +3,7 @@ Trainer must leave to it."""
 
 import csv
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +12,19 @@ from pgtoolkit.document import Document
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.families import Grpo
 from pgtoolkit.kernels.losses import Computation
+from pgtoolkit.losses.adaptive_kl import AdaptiveKL
 from pgtoolkit.losses.aggregation import aggregation_of
+from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.model.settings import TinyModelSettings
 from pgtoolkit.model.setup import build_policy
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training import frameworks
+from pgtoolkit.training.critic import with_value_head
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.loss_scale import LossScale
 from pgtoolkit.training.module import PolicyGradientModule
-from pgtoolkit.training.settings import OptimizerSettings, Schedule
+from pgtoolkit.training.settings import CriticSettings, OptimizerSettings, Schedule
 
 QUIET = {
     "accelerator": "cpu",
@@ -30,13 +34,33 @@ QUIET = {
 }
 
 
-def make_module(max_steps: int = 1) -> PolicyGradientModule:
+def make_module(max_steps: int = 1, kl: KL | None = None, **options: Any) -> PolicyGradientModule:
     policy = build_policy(TinyModelSettings(), alphabet="0123456789=", on_gpu=False)
-    loss = Loss(Grpo(), aggregation_of("token_mean"), metrics="basic")
+    loss = Loss(
+        Grpo(),
+        aggregation_of("token_mean"),
+        metrics="basic",
+        kl=kl,
+        measures_penalty=kl is not None,
+    )
     optimizer = OptimizerSettings(learning_rate=1e-3, warmup_steps=0, schedule=Schedule.linear)
     return PolicyGradientModule(
-        policy, loss, Computation(check_finite=False), optimizer, max_steps=max_steps
+        policy, loss, Computation(check_finite=False), optimizer, max_steps=max_steps, **options
     )
+
+
+def make_module_with_all_parts(max_steps: int) -> PolicyGradientModule:
+    """Return a module with a critic, a reference that moves, an adaptive KL and a loss scale."""
+    policies = [
+        build_policy(TinyModelSettings(), alphabet="0123456789=", on_gpu=False) for _ in range(2)
+    ]
+    module = make_module(
+        max_steps, KL("k3", 0.1), reference=policies[0], reference_every=1, reference_rate=0.5
+    )
+    module.add_critic(with_value_head(policies[1]), CriticSettings(learning_rate=1e-2))
+    module.adaptive_kl = AdaptiveKL(target=0.01, horizon=10, coefficient=0.1)
+    module.loss_scale = LossScale(value=256.0)
+    return module
 
 
 def steps() -> torch.utils.data.DataLoader:
@@ -46,6 +70,8 @@ def steps() -> torch.utils.data.DataLoader:
             loss_mask=torch.tensor([False, False, True, True]),
             advantages=torch.full((2,), advantage),
             old_log_probs=torch.full((2,), -2.0),
+            values=torch.zeros(2),
+            returns=torch.full((2,), advantage),
             group=0,
             name=f"document {advantage}",
             reward=reward,
@@ -110,10 +136,13 @@ def test_a_trainer_that_would_clip_or_accumulate_is_refused_with_what_does(optio
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_trainer_of_one_s_own_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path):
+@pytest.mark.parametrize("make", [make_module, make_module_with_all_parts])
+def test_a_trainer_of_one_s_own_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(
+    tmp_path, make
+):
     def trained(max_epochs: int, path: str | None = None) -> tuple[PolicyGradientModule, list]:
         torch.manual_seed(0)
-        module = make_module(max_steps=4)
+        module = make(max_steps=4)
         seen = Seen()
         trainer = lightning.Trainer(max_epochs=max_epochs, callbacks=[seen], logger=False, **QUIET)
         trainer.fit(module, steps(), ckpt_path=path)
@@ -128,6 +157,32 @@ def test_a_trainer_of_one_s_own_goes_on_from_its_checkpoint_as_if_it_had_not_sto
     assert (resumed.num_updates, resumed.documents_seen) == (4, 8)
     pairs = zip(uninterrupted.parameters(), resumed.parameters(), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
-    resumed.loss_scale = LossScale()
-    with pytest.raises(ConfigError, match="got one with a loss scale"):
-        resumed.on_load_checkpoint({})
+    if resumed.critic is None:
+        return
+    assert uninterrupted.critic is not None
+    assert resumed.critic.num_updates == uninterrupted.critic.num_updates == 4
+    assert resumed.adaptive_kl == uninterrupted.adaptive_kl != AdaptiveKL(0.01, 10, 0.1)
+    assert resumed.loss_scale == uninterrupted.loss_scale == LossScale(256.0, good_steps=4)
+    assert resumed.loss.kl == uninterrupted.loss.kl
+
+
+def test_a_checkpoint_of_the_trainer_that_lacks_what_a_module_goes_on_with_is_refused():
+    module = make_module()
+    remedy = r"Use module\.load_state_dict\(torch\.load\(PATH, weights_only=False\)"
+    for checkpoint in ({}, {"pgtoolkit": {}}, {"pgtoolkit": None}):
+        with pytest.raises(ConfigError, match="with the counters of PolicyGradientModule") as error:
+            module.on_load_checkpoint(checkpoint)
+        assert "super().on_save_checkpoint(checkpoint); of a checkpoint" in str(error.value)
+    checkpoint = {}
+    module.reference_every = 2
+    module.reference_is_due = True
+    module.on_save_checkpoint(checkpoint)
+    module.reference_is_due = False
+    module.on_load_checkpoint(checkpoint)
+    assert module.reference_is_due
+    module.loss_scale = LossScale()
+    module.adaptive_kl = AdaptiveKL(0.01, 10, 0.1)
+    with pytest.raises(
+        ConfigError, match=rf"\(got one without adaptive_kl, loss_scale\).* {remedy}"
+    ):
+        module.on_load_checkpoint(checkpoint)
