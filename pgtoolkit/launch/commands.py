@@ -46,7 +46,27 @@ def report(name: str, argv: list[str]) -> int:
         args.words += flags  # of other commands
     elif flags:
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
-    return REPORTS[name][2](args, parser) or 0
+    try:
+        return REPORTS[name][2](args, parser) or 0
+    except ConfigError as error:
+        start = _where_code_may_be(str(error), argv, parser.command)
+        raise ConfigError(f"{error}{start}") from error
+
+
+def _where_code_may_be(problem: str, argv: list[str], command: str) -> str:
+    """Return, for a module that is not found here, where the run that the words name was started;
+    "" for another problem."""
+    from pgtoolkit.runs.records import known_provenance
+
+    for word in argv if "ModuleNotFoundError" in problem else ():
+        if (Path(word) / "config.yaml").is_file():
+            directory = known_provenance(Path(word)).get("directory")
+            if directory not in (None, str(Path.cwd())):
+                return (
+                    f" The run was started in {directory}, where its code may be: "
+                    f"PYTHONPATH={shlex.quote(directory)} {command}"
+                )
+    return ""
 
 
 def _compare(args: argparse.Namespace, parser: _Parser) -> None:

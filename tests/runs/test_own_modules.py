@@ -126,7 +126,15 @@ def test_a_resume_without_the_original_is_refused(folder, forget_imports, monkey
     assert main(["resume", str(run_dir), "trainer.max_steps=2"]) == 2
     refused = capsys.readouterr().err
     assert "No module named 'wins'" in refused
-    assert f"was started in {folder}, where its code may be: cd {folder} && pgtk resume" in refused
+    place = f"was started in {folder}, where its code may be"
+    assert f"{place}: cd {folder} && pgtk resume" in refused
+    # A verifier is what an evaluation imports.
+    overrides = ["evaluation.sets.more.task=prompts", "evaluation.sets.more.path=rows.jsonl"]
+    overrides += ["evaluation.sets.more.verifier=wins.shifted"]
+    Path("rows.jsonl").write_text('{"prompt": "12=", "answer": "21"}\n')
+    assert main(["evaluate", str(run_dir), *overrides]) == 2
+    command = f"pgtk evaluate {run_dir} {' '.join(overrides)}"
+    assert f"{place}: PYTHONPATH={folder} {command}\n" in capsys.readouterr().err
 
 
 def test_modules_that_are_large_or_named_like_secrets_are_reported_instead_of_copied(folder):
