@@ -31,6 +31,7 @@ from pgtoolkit.config.meant_keys import OPTIONS_ALSO_CALLED
 from pgtoolkit.config.own_code import PARAMETERS
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.family import Family
+from pgtoolkit.losses.function import NEW, FunctionLoss
 from pgtoolkit.runs.declared_metrics import OF_EVALUATIONS, OF_TRACKERS, metric_named
 from pgtoolkit.runs.metric import declared_as
 from pgtoolkit.system.functions import import_function, is_dotted_path
@@ -104,7 +105,8 @@ def pages_on(words: str, commands: Known | None = None) -> list[Page]:
             needs="a word that is known",
             got=words,
             reason="It is no key, group, option, metric, command or exit status of pgtoolkit's; "
-            "what a metric of your own code is stands in that code.",
+            "a metric of your own code stands in that code: pgtk explain MODULE.FUNCTION, of your "
+            "loss, has its names.",
             use=f"pgtk explain {near}" if near else "pgtk --help, or docs/keys.md",
         )
     )
@@ -276,6 +278,7 @@ def _own_code(words: str, _known: Known) -> list[Page]:
     parts = {
         "": (inspect.getdoc(code) or "").partition("\n\n")[0],
         "parameters": "; ".join(_parameters(code)),
+        "metrics": "; ".join(_own_metrics(code)),
         "use": _use(code, words),
     }
     kind = "class" if isinstance(code, type) else "function"
@@ -293,6 +296,24 @@ def _parameters(code: Callable) -> Iterator[str]:
         default = f"={text(parameter.default)}" if has_default else ""
         meaning = f" ({meanings[name]})" if meanings.get(name) else ""
         yield f"{name}{default}{meaning}"
+
+
+def _own_metrics(code: Callable) -> Iterator[str]:
+    """Yield the metrics that a loss function returns for made-up tokens, each with what the
+    function's docstring says in a line that begins with `NAME:`."""
+    if isinstance(code, type) or not {*NEW} & _signature(code).keys():
+        return
+
+    from pgtoolkit.losses.trial import measured_by  # which loads torch, as a loss does
+
+    try:
+        _, names = measured_by(FunctionLoss(code))
+    except Exception:  # that of the user's code, which a check of the loss says
+        return
+    documented = inspect.getdoc(code) or ""
+    for name in names:
+        meaning = re.search(rf"^\s*{re.escape(name)}: *(.+)$", documented, re.M)
+        yield f"{name} ({meaning[1]})" if meaning else name
 
 
 def _signature(code: Callable) -> Mapping[str, inspect.Parameter]:

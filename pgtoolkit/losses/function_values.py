@@ -277,16 +277,22 @@ def _advice_on_sizes(message: str, known: Mapping[str, object]) -> str:
 
 
 def _bounds(name: str, values: Any) -> tuple[float, float] | None:
-    """Return the bounds of the ratio that a function gives; raises ValueError for other values."""
+    """Return the bounds of the ratio that a function gives, an infinite one for a None.
+
+    Raises ValueError for other values.
+    """
     if values is None:
         return None
     try:
-        low, high = map(float, values)
+        low, high = values
+        low = -math.inf if low is None else float(low)
+        high = math.inf if high is None else float(high)
     except (TypeError, ValueError, RuntimeError):
         low = high = math.nan
     if not low <= high:
         raise ValueError(
-            f"the bounds of {name} need to be a pair of numbers, (low, high) (got {shown(values)})"
+            f"the bounds of {name} need to be a pair of numbers, (low, high), with None for a side "
+            f"without a bound, as in (None, 1.2) (got {shown(values)})"
         )
     return low, high
 

@@ -190,6 +190,15 @@ def soft(log_ratio, advantages, *, softness=0.1):
     return advantages
 
 
+def measured(log_ratio, ratio):
+    \"\"\"Minus the ratio.
+
+    far: how far the ratio is from 1
+    \"\"\"
+    r = ratio(log_ratio)
+    return -r, {"far": (r - 1).abs(), "square": r * r, "bounds": (None, 1.2)}
+
+
 class Game:
     def start(self, prompt): ...
     def reply(self, messages): ...
@@ -216,6 +225,16 @@ class Game:
         (
             "soft",
             [": a function", "  parameters: log_ratio; advantages; softness=0.1", "  use: loss={}"],
+        ),
+        (
+            "measured",
+            [
+                ": a function",
+                "  Minus the ratio.",
+                "  parameters: log_ratio; ratio",
+                "  metrics: far (how far the ratio is from 1); square",
+                "  use: loss={}",
+            ],
         ),
         ("Game", [": a class", "  use: task=conversation task.environment={}"]),
     ],
@@ -244,7 +263,7 @@ def test_code_that_is_not_there_is_refused_with_what_is(tmp_path, monkeypatch, c
     Path("lacking_code.py").write_text(OWN)
     message = refusal(capsys, "explain", "lacking_code.Mine")
     assert "pgtk explain lacking_code.Mine needs a function in the module" in message
-    assert "MyLoss, score, advantages, soft, Game" in message
+    assert "MyLoss, score, advantages, soft, measured, Game" in message
     assert "needs a word that is known" in refusal(capsys, "explain", "no_module_of_this.Name")
 
 

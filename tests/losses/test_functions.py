@@ -394,7 +394,7 @@ def without_gradient(advantages):
         (towards_rewards, {}, "Compute its coefficients by pgtoolkit.step_coefficients"),
         (lambda log_probs: log_probs.sum(), {}, "a tensor with one number per token"),
         (lambda log_probs: (log_probs, {"bounds": 0.2}), {}, r"a pair of numbers, .*\(got 0.2\)"),
-        (lambda log_probs: (log_probs, {"bounds": (1.2, 0.8)}), {}, r"\(low, high\) \(got \(1.2"),
+        (lambda log_probs: (log_probs, {"bounds": (1.2, 0.8)}), {}, r"\(None, 1.2\) \(got \(1.2"),
         (lambda log_probs, sampling_log_probs: log_probs, {}, "asks for sampling_log_probs"),
     ],
 )
@@ -725,6 +725,23 @@ def but_two(totals, *, document_index, tokens_per_document, **_):
 def of_documents_alone(log_ratio, advantages, ratio, documents):
     r = ratio(documents.mean(log_ratio))
     return -r * documents.mean(advantages), {"own": r, "bounds": (0.9, 1.1)}
+
+
+@pytest.mark.parametrize(
+    ("bounds", "low", "high"),
+    [((None, 1.1), -1.0, 1.1), ((0.9, None), 0.9, math.inf), ((None, None), -1.0, math.inf)],
+)
+def test_a_function_may_have_one_bound_alone(bounds, low, high):
+    def bounded(log_ratio, advantages, ratio):
+        return -ratio(log_ratio) * advantages, {"bounds": bounds}
+
+    inputs = six_documents()
+    made = log_prob_loss(**inputs, num_documents=6, loss=bounded, metrics="basic")
+    ratio = (inputs["log_probs"] - inputs["old_log_probs"]).exp()
+    shares = 1 / torch.tensor(OF_COUNTS)[inputs["document_index"]].double()
+    outside = (ratio < low) | (ratio > high)
+    expected = float((shares * outside).sum() / 6)
+    assert float(made.metrics["clipped_ratio_fraction"]) == pytest.approx(expected)
 
 
 def of_tokens_and_documents(log_ratio, advantages, ratio, documents):
