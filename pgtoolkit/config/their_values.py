@@ -75,8 +75,18 @@ def _from_here(path: object) -> str:
     """Return a path as the current folder sees it, "" where none is set."""
     if not path:
         return ""
-    place = Path(str(path)).expanduser()
+    place = Path(str(path).removeprefix("file://")).expanduser()
     return str(place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place)
+
+
+def _folder_of(path: object) -> str:
+    """Return the folder of a file, "." for the current one."""
+    return str(Path(str(path)).parent)
+
+
+def _stem_of(path: object) -> str:
+    """Return the name of a file without its folder and its last ending."""
+    return Path(str(path)).stem
 
 
 def _one_path(paths: object) -> str:
@@ -161,6 +171,25 @@ def _verifiers(functions: object, weights: list[float] | None) -> dict[str, dict
     return verifiers
 
 
+_STRATEGY = "actor_rollout_ref.actor.strategy"
+"""Where a dump of verl's configuration names the engine of the model."""
+
+_TRACKERS = ("mlflow", "wandb", "tensorboard")
+"""Trackers that both have, with the one first that takes the most."""
+
+
+def _trackers(named: object) -> list[str]:
+    """Return those trackers of a list, in whatever order, that are here, too."""
+    names = {str(name) for name in named} if isinstance(named, list) else {str(named)}
+    return [tracker for tracker in _TRACKERS if tracker in names]
+
+
+def _untracked(named: object) -> bool:
+    """Return whether a list has a tracker, too, that is not here."""
+    names = {str(name) for name in named} if isinstance(named, list) else {str(named)}
+    return bool(names - {*_TRACKERS, "console", "none", "None"})
+
+
 Overrides = dict[str, tuple[object, Theirs | None]]
 """Our key -> its value, and the row that it follows from."""
 
@@ -169,7 +198,8 @@ _FUNCTIONS |= {"first_row": _first_row, "has_split": _has_split}
 _FUNCTIONS |= {"is_data_set_name": is_data_set_name, "is_dotted_path": is_dotted_path, "str": str}
 _FUNCTIONS |= {"paths": _paths, "len": len, "unnamed": _unnamed}
 _FUNCTIONS |= {"verifiers": _verifiers, "from_here": _from_here, "sets": _sets}
-_FUNCTIONS |= {"one_path": _one_path}
+_FUNCTIONS |= {"one_path": _one_path, "trackers": _trackers, "untracked": _untracked}
+_FUNCTIONS |= {"folder_of": _folder_of, "stem_of": _stem_of}
 
 
 @functools.cache
@@ -199,7 +229,11 @@ class TheirValues:
         table = theirs.table
         by_unsloth = table.content["unsloth"]["own"] if theirs.values.get("launch.unsloth") else []
         self.own = [name for name in by_unsloth if name not in theirs.values]
-        self.of = {name: row.default for name, row in table.rows.items()} | theirs.values
+        kinds = [theirs.values.get(name) for name in ("model_engine", _STRATEGY)]
+        engines = table.content.get("engines", {})
+        of_engine = next((engines[str(kind)] for kind in kinds if str(kind) in engines), {})
+        self.of = {name: row.default for name, row in table.rows.items()} | of_engine
+        self.of |= theirs.values
         self.of |= dict.fromkeys(self.own, Unread("not set"))
         self.of = {name: self.resolved(name, value) for name, value in self.of.items()}
         names = {key: value for key, value in self.of.items() if not isinstance(value, Unread)}

@@ -237,6 +237,15 @@ class Translation:
         self.lacking += self._modules_lacking()
         return [problem for problem in report.problems if problem not in report.lacking]
 
+    @property
+    def python_path(self) -> str:
+        """The folder of a reward function's file that Python does not look into by itself, for the
+        variable PYTHONPATH of the command; "" for none."""
+        names = self._values.names
+        verifier, _ = self.typed.get("task.verifier", ("", None))
+        is_elsewhere = verifier == names.get("scores_there") != names.get("scores")
+        return str(names["elsewhere"]) if is_elsewhere else ""
+
     def _modules_lacking(self) -> list[str]:
         """Return a sentence on each module of verifiers that is not found; none is imported."""
         task = getattr(self.composed.config, "task", None)
@@ -247,11 +256,12 @@ class Translation:
         for path in paths:
             if path and is_dotted_path(path):
                 modules.setdefault(path.partition(".")[0], []).append(path)
+        place = self.python_path or "the current directory"
         return [
             f"{' and '.join(of)} need{'s' * (len(of) == 1)} {module}: a package that is installed, "
-            f"or {module}.py in the current directory; {', '.join(VERIFIERS)} come with pgtoolkit"
+            f"or {module}.py in {place}; {', '.join(VERIFIERS)} come with pgtoolkit"
             for module, of in modules.items()
-            if PathFinder.find_spec(module, [os.getcwd(), *sys.path]) is None
+            if PathFinder.find_spec(module, [self.python_path, os.getcwd(), *sys.path]) is None
         ]
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pgtoolkit.config.elsewhere import Table, flat, tables
+from pgtoolkit.config.translate_launcher import LaunchFiles
 from pgtoolkit.config.translate_program import PUNISHMENT, Program, Unread
 from pgtoolkit.config.translate_shell import Script
 from pgtoolkit.errors import ConfigError, as_storage_error
@@ -60,14 +61,17 @@ class TheirConfig:
     """Holds the values that a file sets, by full dotted name.
 
     assumed: sentences on how it was read. lost: settings that a script hands to no command.
-    version: of TRL, which the file names; "" for none.
+    files: those that it names and that were read. version: of TRL, which it or one of these names,
+    or what lists the packages of its folder; "" for none. named_by: the file that does.
     """
 
     table: Table
     values: dict[str, object]
     assumed: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
     version: str = ""
+    named_by: str = ""
 
 
 def read(path: Path) -> TheirConfig:
@@ -75,7 +79,11 @@ def read(path: Path) -> TheirConfig:
     try:
         config = _read(path)
         if config.table.content["trainer"] == "TRL":
-            config.version = _named_version(_content(path))
+            _set_version(config, path)
+            files = LaunchFiles(
+                config.table, config.values, lambda name: _found(name, path.parent), _mapping
+            )
+            config.assumed += files.read
         if is_older(config, "0.28.0"):  # of the time of transformers 4, which has warmup_ratio
             config.values.pop("launch.yaml", None)
         return config
@@ -112,11 +120,16 @@ def _as_yaml(config: TheirConfig) -> TheirConfig:
     return config
 
 
-def _named_version(content: str) -> str:
-    """Return the version of TRL that a text names: of a pip line, a requirement or a comment; ""
-    for none."""
-    named = _VERSION(content)
-    return named[1] if named else ""
+def _set_version(config: TheirConfig, path: Path) -> None:
+    """Set the version of TRL that a file names, or one that it names, or that lists the packages of
+    its folder: in a pip line, a requirement or a comment."""
+    lists = [*sorted(path.parent.glob("requirements*.txt")), path.parent / "pyproject.toml"]
+    for file in [path, *config.files, *(file for file in lists if file.is_file())]:
+        named = _VERSION(_content(file))
+        if named:
+            config.version = named[1]
+            config.named_by = "It" if file == path else str(file)
+            return
 
 
 def is_same(config: TheirConfig) -> bool:
@@ -285,6 +298,7 @@ def _launched(words: list[str], folder: Path | None) -> TheirConfig:
     values = _with_started(started, folder, values, assumed) if is_read else _of_launcher(values)
     config = _config("TRL", values | {f"launch.{key}": of_launcher[key] for key in of_launcher})
     config.assumed += assumed
+    config.files = [*files, *(_found(started, folder) if is_read else [])]
     return _as_yaml(config) if has_ratio else config
 
 
@@ -360,7 +374,7 @@ def _mapping(path: Path) -> dict[str, object]:
         if not isinstance(values, dict):
             raise ValueError("a list")
     except ValueError as error:
-        raise ValueError(f"{path}, which its --config names: {error}") from error
+        raise ValueError(f"{path}, which it names: {error}") from error
     return values
 
 
@@ -444,6 +458,7 @@ def _program(content: str, module: str, options: dict[str, object] | None = None
     frozen = program.frozen()
     if frozen:
         values["model.requires_grad_"] = Unread("; ".join(frozen))
+    values |= program.set_later()
     unplaced = [] if parses else [name for name in program.options if name not in program.placed]
     if unplaced:
         words = ", ".join(_as_option(name, program.options[name]) for name in unplaced)

@@ -38,7 +38,9 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
         yield from (redact(of_version), "")
     steps = [word for word in translation.overrides if word.startswith("trainer.max_steps=")]
     words = [word for word in translation.overrides if word not in steps]
-    yield redact(f"  {shlex.join(['pgtk', *words, *steps])}")
+    path_of_python = translation.python_path
+    before = f"PYTHONPATH={shlex.quote(path_of_python)} " if path_of_python else ""
+    yield redact(f"  {before}{shlex.join(['pgtk', *words, *steps])}")
     instead = "in place of its last word, as a key is typed once" if steps else "behind it"
     config = translation.composed.config
     of_try = OF_TRY if config and config.optimizer.warmup_steps >= 2 else ""

@@ -146,7 +146,7 @@ class Program:
         calls = self.calls.get(call, [])
         made = calls[0] if calls else None
         arguments = self._arguments(made, positional) if made else {}
-        if made and "setattr" in self.calls and call != "GRPOTrainer":
+        if made and call != "GRPOTrainer" and self._sets_attributes():
             self.assumed.append(f"{call} has no other arguments")
         names = {target for target, values in self._values.items() if made in values}
         for name in sorted(names):
@@ -167,6 +167,15 @@ class Program:
         if len(calls) > 1:
             self.assumed.append(f"the first {call} of {len(calls)} is meant")
         return arguments
+
+    def _sets_attributes(self) -> bool:
+        """Return whether the program calls setattr on something that is no model and the like."""
+        owners = self._owners()
+        calls = self.calls.get("setattr", [])
+        roots = [
+            ast.unparse(argument).partition(".")[0] for node in calls for argument in node.args[:1]
+        ]
+        return any(root not in owners for root in roots)
 
     def _arguments(self, node: ast.Call, positional: Sequence[str] = ()) -> dict[str, _Code]:
         """Return the arguments of a call by their names, those of dictionaries included."""
@@ -324,6 +333,53 @@ class Program:
                 codes += [f"{target} = {ast.unparse(value)}" for value in bound]
         is_on = all(self.value(value) is True for value in values)
         return [] if is_on else codes
+
+    def set_later(self) -> dict[str, object]:
+        """Return what is set on the model, its configuration, its tokenizer or the trainer after
+        these are made, by the names of TRL's table, with its line."""
+        owners = self._owners()
+        codes = [(target, value) for target, values in self._values.items() for value in values]
+        for call in self.calls.get("setattr", []):
+            if len(call.args) == 3:
+                attribute = self.value(call.args[1])
+                codes.append((f"{ast.unparse(call.args[0])}.{attribute}", call.args[2]))
+        for call in self.calls.get("update", []):
+            codes.append((ast.unparse(call.func), call))
+        later: dict[str, object] = {}
+        for target, value in codes:
+            first, dot, rest = target.partition(".")
+            owner = owners.get(first, "")
+            is_read = rest.endswith((".requires_grad", "requires_grad")) or rest == "chat_template"
+            if not (owner and dot) or is_read or (owner == "GRPOTrainer" and rest[:5] == "args."):
+                continue
+            name = f"{owner}.{rest}".replace("GRPOTrainer.model.", "model.")
+            line = f" (line {value.lineno})" if self._module else ""
+            later[name] = Unread(f"{text(self.value(value))}{line}")
+        return later
+
+    def _owners(self) -> dict[str, str]:
+        """Return which names a program gives to the trainer, and what it loads beside: a name ->
+        what TRL's table calls it."""
+        owners: dict[str, str] = {}
+        for name, values in self._values.items():
+            called = {ast.unparse(node.func) for node in values if isinstance(node, ast.Call)}
+            for function in called if name.isidentifier() else ():
+                maker = function.removesuffix(".from_pretrained").rpartition(".")[2]
+                if maker == "GRPOTrainer" or self._imports.get(maker, "").endswith(".GRPOTrainer"):
+                    owners[name] = "GRPOTrainer"
+                elif maker == "GenerationConfig":
+                    owners[name] = "model.generation_config"
+                elif function.endswith("Config.from_pretrained"):
+                    owners[name] = "model.config"
+                elif "Model" in maker or maker == "get_peft_model":
+                    owners[name] = "model"
+        for call in self.calls.get("GRPOTrainer", [])[:1]:
+            arguments = self._arguments(call, ["model"])
+            for argument in ("model", "processing_class"):
+                node = arguments.get(argument)
+                if isinstance(node, ast.Name):
+                    owners[node.id] = argument
+        return owners
 
     def model(self, node: ast.AST) -> dict[str, object]:
         """Return the name or folder of a model, the other arguments of `from_pretrained`, and the

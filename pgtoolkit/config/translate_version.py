@@ -18,7 +18,7 @@ def on_version(translation: Translation) -> str:
     dating = dating_keys(theirs)
     if is_same(theirs) and (theirs.version or not dating):
         return ""
-    of = f"It names TRL {theirs.version}"
+    of = f"{theirs.named_by} names TRL {theirs.version}"
     if not theirs.version:
         until = theirs.table.content["until"][dating[0]]
         of = f"It has {dating[0]}, which TRL has before {until} alone"

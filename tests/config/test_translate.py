@@ -110,6 +110,27 @@ TRL = [
     ({"save_steps": 0.1, "max_steps": 55}, {"trainer.keep_checkpoints": 10**6}),
     ({"save_steps": 5, "save_total_limit": 3}, {"trainer.keep_checkpoints": 3}),
     ({"save_total_limit": None}, {"trainer.keep_checkpoints": 10**6}),
+    # A share of the steps is rounded up, and is of their number, where that is known.
+    (
+        {"eval_strategy": "steps", "eval_steps": 0.1, "max_steps": 55, "dataset_name": "org/set"},
+        {"evaluation.every": 6},
+    ),
+    (
+        {"eval_strategy": "steps", "logging_steps": 0.2, "max_steps": 55}
+        | {"dataset_name": "org/set"},
+        {"evaluation.every": 11},
+    ),
+    (
+        {"eval_strategy": "steps", "eval_steps": 0.1, "dataset_name": "org/set"},
+        {"evaluation.every": None, "eval_steps": "left"},
+    ),
+    # Trackers are those of the list, in whatever order.
+    (
+        {"report_to": ["tensorboard", "wandb", "mlflow"]},
+        {"tracking": "mlflow", "tracking.also": ["wandb", "tensorboard"], "report_to": None},
+    ),
+    ({"report_to": ["wandb", "mlflow"]}, {"tracking": "mlflow", "tracking.also": ["wandb"]}),
+    ({"report_to": ["swanlab", "wandb"]}, {"tracking": "wandb", "report_to": "near"}),
     ({"save_steps": 0.1}, {"trainer.checkpoint_every": None, "save_steps": "left"}),
     ({"max_steps": 55}, {"trainer.max_steps": 55, "num_train_epochs": None}),
     ({}, {"num_train_epochs": "left"}),
@@ -930,6 +951,11 @@ VERL = [
         {"accumulation.max_tokens": 12000, "rollout.max_completion_length": 9000},
     ),
     ({"trainer.logger": ["console"], "trainer.project_name": "p"}, {"tracking": "none"}),
+    (
+        {"trainer.logger": ["tensorboard", "console", "wandb"]},
+        {"tracking": "wandb", "tracking.also": ["tensorboard"], "trainer.logger": None},
+    ),
+    ({"trainer.logger": ["wandb", "swanlab"]}, {"tracking": "wandb", "trainer.logger": "near"}),
     *(
         ({f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": name}, {"kl": kind})
         for name, kind in {"kl": "k1", "k2": "k2", "kl+": "k2", "abs+": "k2"}.items()
@@ -953,8 +979,41 @@ VERL = [
         | {"reward.custom_reward_function.reward_kwargs.weight": "left"},
     ),
     (
-        {"custom_reward_function.path": "/shared/own.py"},
+        {"custom_reward_function.path": "/shared/own-2.py"},
         {"task.verifier": "VERIFIER", "custom_reward_function.path": "left"},
+    ),
+    ({"custom_reward_function.path": "/job-2/own.py"}, {"task.verifier": "own.compute_score"}),
+    # The rate of other engines falls by default: TorchTitan's to 0 at 10,000 batches.
+    (
+        {"model_engine": "torchtitan", "trainer.total_training_steps": 2500},
+        {"optimizer.schedule": "linear", "optimizer.min_learning_rate": 0.75e-6},
+    ),
+    (
+        {"model_engine": "torchtitan", "trainer.total_training_steps": 2500}
+        | {"actor_rollout_ref.actor.optim.lr_warmup_steps": 500}
+        | {"actor_rollout_ref.actor.optim.min_lr_factor": 0.05},
+        # From 1 at 500 to 0.05 at 10,000, at 2,500.
+        {"optimizer.min_learning_rate": 0.8e-6, "optimizer.warmup_steps": 1000},
+    ),
+    (
+        {"model_engine": "torchtitan"},
+        {"optimizer.schedule": None, "actor_rollout_ref.actor.optim.decay_type": "left"},
+    ),
+    (
+        {"model_engine": "torchtitan", "trainer.total_training_steps": 2500}
+        | {"actor_rollout_ref.actor.optim.decay_type": "sqrt"},
+        {"optimizer.schedule": None, "actor_rollout_ref.actor.optim.decay_type": "left"},
+    ),
+    # VeOmni's falls by a cosine to lr_min, and its warm-up is a share of the batches.
+    (
+        {"model_engine": "veomni", "actor_rollout_ref.actor.optim.lr_min": 1e-7}
+        | {"actor_rollout_ref.actor.optim.lr_warmup_steps": 10},
+        {"optimizer.schedule": "cosine", "optimizer.min_learning_rate": 1e-7}
+        | {"optimizer.warmup_steps": 0},
+    ),
+    (
+        {"model_engine": "veomni", "actor_rollout_ref.actor.optim.lr_scheduler_type": "constant"},
+        {"optimizer.schedule": "constant", "optimizer.min_learning_rate": None},
     ),
     ({}, {"task.verifier": "verl.utils.reward_score.default_compute_score"}),
     ({"algorithm.adv_estimator": "rloo"}, {"advantage": "rloo"}),
@@ -1092,18 +1151,31 @@ def test_epochs_are_steps_where_the_prompts_lie_on_this_machine(tmp_path, monkey
         (
             trl | {"dataset_name": "org/set"},
             "num_train_epochs=2.5",
-            "2.5 x (prompts / 2, rounded down) x 2",
+            "its data is not here, and `trainer.max_steps` counts optimizer steps: "
+            "2.5 x (prompts / 2, "
+            "rounded down) x 2, rounded up",
+        ),
+        (
+            trl | {"dataset_name": "org/set", "num_train_epochs": 3.0},
+            "num_train_epochs=3",
+            "its data is not here: type `trainer.max_steps="
+            "$((6 * (N / 2)))` with the number of prompts "
+            "in the place of N: 3 epochs, 2 steps for each batch",
         ),
         (
             of_verl
             | {"data.filter_overlong_prompts": True, "data.train_files": "elsewhere.parquet"},
             "trainer.total_epochs=3",
-            "3 x (prompts of at most 512 tokens / 16, rounded down) x 2",
+            "its data is not here: type `trainer.max_steps="
+            "$((6 * (N / 16)))` with the number of prompts "
+            "of at most 512 tokens in the place of N: 3 epochs, 2 steps for each batch",
         ),
         (
             of_verl | {"data.train_max_samples": 50, "data.train_files": "elsewhere.parquet"},
             "trainer.total_epochs=3",
-            "3 x (at most 50 prompts / 16, rounded down) x 2",
+            "its data is not here: type `trainer.max_steps="
+            "$((6 * (N / 16)))` with the number of at most "
+            "50 prompts in the place of N: 3 epochs, 2 steps for each batch",
         ),
     ):
         (reason,) = [
@@ -1111,7 +1183,7 @@ def test_epochs_are_steps_where_the_prompts_lie_on_this_machine(tmp_path, monkey
             for shown, reason, _ in translated(tmp_path, "theirs.json", values).left
             if shown == key
         ]
-        assert reason == f"`trainer.max_steps` counts optimizer steps: {formula}"
+        assert reason == formula
 
 
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
@@ -1540,10 +1612,14 @@ def test_the_printed_command_is_accepted_and_names_what_is_assumed_near_left_and
     assert "".join(f"  {key} is to be filled in\n" for key in to_fill) in page
     assert "optimizer.beta2=0.999: adam_beta2=0.999 (their default); ours is 0.95" in page
     assert "  scale_rewards=group (their default): 1e-4 is added" in page
-    share = "a share of the steps, whose number follows from the data there; the default"
-    assert f"  warmup_steps=0.1: {share} here is optimizer.warmup_steps=10\n" in page
+    share = "a share of the steps, whose number follows from the data there: optimizer.warmup_steps"
+    assert f"  warmup_steps=0.1: {share} is 0.1 x trainer.max_steps, rounded up; the" in page
     every = "trainer.checkpoint_every=100 trainer.keep_checkpoints=2"
-    assert f"  save_steps=0.1: {share}s here are {every}\n" in page
+    share = (
+        "a share of the steps, whose number follows from the data there: trainer.checkpoint_every"
+    )
+    said = f"{share} is 0.1 x trainer.max_steps, rounded up; the defaults"
+    assert f"  save_steps=0.1: {said} here are {every}\n" in page
     assert "is not known to have:\n  zzz\n" in page
     assert "top_k" not in page
     assert "logging_steps" not in page
@@ -1881,7 +1957,7 @@ python -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4 custom_reward_func
         ("", "$BELOW", None),
         ("cd /elsewhere", "$PWD", None),
         ("cd /elsewhere", '"$(dirname "$0")"', None),
-        ("", "..", None),
+        ("", "..", "mine.compute_score"),  # with PYTHONPATH=..
     ):
         translation = translated(tmp_path / "jobs", "run.sh", script % (before, folder))
         # Where it is found, it is said that verl reads the key by its new name alone.
@@ -2661,8 +2737,7 @@ def test_a_yaml_of_trl_has_options_of_accelerate_too(tmp_path):
     translation = translated(tmp_path, "grpo.yaml", values)
     expected = {"accumulation.docs_per_step": 32, "model.dtype": "float16"}
     assert found(translation, expected) == expected
-    expected_rows = {"launch.num_processes", "launch.mixed_precision", "launch.accelerate_config"}
-    assert expected_rows <= {*translation.theirs.values}
+    assert {"launch.num_processes", "launch.mixed_precision"} <= {*translation.theirs.values}
 
 
 @pytest.mark.parametrize(
@@ -2825,7 +2900,7 @@ def test_a_file_that_a_command_names_and_that_is_none_is_refused(tmp_path, capsy
     for content, says in (("a: [1", "no YAML, line"), ("- 1\n", "a list")):
         Path("d.yaml").write_text(content)
         words = refusal(capsys, "translate", "run.sh")
-        assert f"It is none: d.yaml, which its --config names: {says}" in words
+        assert f"It is none: d.yaml, which it names: {says}" in words
 
 
 @pytest.mark.parametrize(
@@ -2875,10 +2950,14 @@ def test_a_file_that_a_command_names_and_that_is_none_is_refused(tmp_path, capsy
         ("trl grpo --scale_rewards none", {"advantage": "dr_grpo", "scale_rewards": None}),
         (
             "trl grpo --num_processes 4 --accelerate_config zero3",
-            {"accumulation.docs_per_step": 32, "launch.accelerate_config": "near"},
+            {"accumulation.docs_per_step": 32, "launch.accelerate_config": None},
         ),
         (
             "trl grpo --accelerate_config zero3",
+            {"accumulation.docs_per_step": 64, "launch.accelerate_config": None},
+        ),
+        (
+            "trl grpo --accelerate_config mine",
             {"accumulation.docs_per_step": 8, "launch.accelerate_config": "left"},
         ),
     ],
@@ -2886,6 +2965,141 @@ def test_a_file_that_a_command_names_and_that_is_none_is_refused(tmp_path, capsy
 def test_options_of_what_starts_the_processes_are_read_or_left_out(tmp_path, command, expected):
     translation = translated(tmp_path, "run.sh", f"{command} --num_generations 8\n")
     assert found(translation, expected) == expected
+
+
+LAUNCHED = "accelerate launch --config_file own.yaml {} grpo.py --num_generations 8 {}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "file", "expected"),
+    [
+        (("", ""), {"distributed_type": "FSDP", "num_processes": 4}, {"docs": 32}),
+        # An option comes before the file; one process trains where no kind of several is said.
+        (("--num_processes 2", ""), {"distributed_type": "FSDP", "num_processes": 4}, {"docs": 16}),
+        (("", ""), {"distributed_type": "NO", "num_processes": 4}, {"docs": 8}),
+        (("--multi_gpu", ""), {"distributed_type": "NO", "num_processes": 4}, {"docs": 32}),
+        # As many as the machine has, or with parts of one model, are not known.
+        (("", ""), {"distributed_type": "MULTI_GPU"}, {"docs": None}),
+        (
+            ("", ""),
+            {"distributed_type": "FSDP", "num_processes": 4}
+            | {"parallelism_config": {"parallelism_config_tp_size": 2}},
+            {"docs": None},
+        ),
+        # The number type counts where TRL's own keys are off.
+        (
+            ("", "--bf16 false"),
+            {"distributed_type": "MULTI_GPU", "num_processes": 2, "mixed_precision": "fp16"},
+            {"docs": 16, "dtype": "float16"},
+        ),
+    ],
+)
+def test_the_file_of_accelerate_that_a_command_names_is_read(tmp_path, options, file, expected):
+    (tmp_path / "own.yaml").write_text(json.dumps(file))
+    typed = translated(tmp_path, "run.sh", LAUNCHED.format(*options)).typed
+    found_values = {"docs": typed.get("accumulation.docs_per_step", (None,))[0]}
+    found_values["dtype"] = typed["model.dtype"][0]
+    assert found_values | expected == found_values
+
+
+DEEPSPEED = {"distributed_type": "DEEPSPEED", "num_processes": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "of_deepspeed", "said"),
+    [
+        ("", {"gradient_accumulation_steps": 1, "gradient_clipping": 1.0}, ""),
+        ("--gradient_accumulation_steps 4", {"gradient_accumulation_steps": "auto"}, ""),
+        (
+            "--gradient_accumulation_steps 4",
+            {"gradient_accumulation_steps": 1},
+            "gradient_accumulation_steps in own.yaml needs 4",
+        ),
+        ("--max_grad_norm 0.2", {"gradient_clipping": 1.0}, "needs 0.2, as max_grad_norm is"),
+        # Without a word of it accelerate takes 1 for DeepSpeed's own file.
+        ("--gradient_accumulation_steps 4", {"deepspeed_config_file": "ds.json"}, "needs 4"),
+        ("--learning_rate 1e-5", {"deepspeed_config_file": "ds.json"}, "needs 1e-05"),
+        ("--learning_rate 2e-6", {"deepspeed_config_file": "ds.json"}, ""),
+    ],
+)
+def test_what_deepspeed_and_trl_say_of_one_number_is_compared(
+    tmp_path, capsys, monkeypatch, options, of_deepspeed, said
+):
+    monkeypatch.chdir(tmp_path)
+    optimizer = {"type": "Lion", "params": {"lr": 2e-6}}
+    (tmp_path / "ds.json").write_text(json.dumps({"optimizer": optimizer}))
+    (tmp_path / "own.yaml").write_text(json.dumps(DEEPSPEED | {"deepspeed_config": of_deepspeed}))
+    (tmp_path / "run.sh").write_text(LAUNCHED.format("", options))
+    if said:
+        assert said in refusal(capsys, "translate", "run.sh")
+    else:
+        page = translate(Path("run.sh"), None)
+        assert ("deepspeed.optimizer=Lion" in page) == ("deepspeed_config_file" in of_deepspeed)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("grpo.py", "# trl==0.15.2\n" + "GRPOTrainer('m', f, args=GRPOConfig(num_generations=4))"),
+        ("grpo.yaml", "# for trl==0.15.2\nnum_generations: 4\n"),
+        ("requirements.txt", "torch\ntrl==0.15.2\n"),
+    ],
+)
+def test_a_file_that_is_read_or_lists_packages_names_the_version(
+    tmp_path, monkeypatch, file, content
+):
+    monkeypatch.chdir(tmp_path)
+    Path("grpo.py").write_text("GRPOTrainer('m', f, args=GRPOConfig(num_generations=4))\n")
+    Path("grpo.yaml").write_text("num_generations: 4\n")
+    started = "trl grpo --config grpo.yaml\n" if file == "grpo.yaml" else "python grpo.py\n"
+    Path("run.sh").write_text(started)
+    Path(file).write_text(content)
+    assert f"{file} names TRL 0.15.2" in translate(Path("run.sh"), None)
+
+
+LATER = """
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from trl import GRPOConfig, GRPOTrainer
+shape = AutoConfig.from_pretrained("m")
+policy = AutoModelForCausalLM.from_pretrained("m", config=shape)
+words = AutoTokenizer.from_pretrained("m")
+sampled = GenerationConfig()
+other.config.attention_dropout = 0.3
+args = GRPOConfig(num_generations=4)
+trainer = GRPOTrainer(policy, f, args, processing_class=words)
+{}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("policy.config.attention_dropout = 0.1", "model.config.attention_dropout=0.1 (line 11)"),
+        ("shape.attention_dropout = 0.1", "model.config.attention_dropout=0.1 (line 11)"),
+        ("setattr(policy.config, 'x', 2)", "model.config.x=2 (line 11)"),
+        ("policy.config.update({'x': 2})", "model.config.update="),
+        ("policy.generation_config.eos_token_id = 7", "model.generation_config.eos_token_id=7"),
+        ("policy.lm_head = other", "model.lm_head=other (line 11)"),
+        ("trainer.model.config.x = 2", "model.config.x=2 (line 11)"),
+        ("trainer.generation_config.top_k = 2", "GRPOTrainer.generation_config.top_k=2 (line 11)"),
+        ("words.model_max_length = 2", "processing_class.model_max_length=2 (line 11)"),
+        # What does nothing there is not said to change what is learned.
+        ("policy.config.use_cache = False", ""),
+        ("policy.generation_config.temperature = 0.6", ""),
+        ("words.pad_token = words.eos_token", ""),
+        ("args.beta = 0.04", ""),
+    ],
+)
+def test_what_a_program_sets_on_its_model_or_its_trainer_is_named_with_its_line(
+    tmp_path, line, said
+):
+    (tmp_path / "train.py").write_text(LATER.format(line))
+    page = translate(tmp_path / "train.py", None)
+    learned = page.partition("What changes what is learned")[2].partition("\n\n")[0]
+    later = re.findall(r"\n  ((?:model\.|GRPOTrainer|processing_class\.).*)", learned)
+    later = [words for words in later if not words.startswith("model_init_kwargs")]
+    assert [words[: len(said)] for words in later] == ([said] if said else [])
+    assert "other arguments" not in page
 
 
 def test_what_was_assumed_of_a_program_or_a_script_is_said(tmp_path):
