@@ -355,8 +355,8 @@ def _with_started(
             assumed.append(f"{file}, which the command starts, is not read: it is {error}")
             return options
         assumed.append(
-            f"{file}, which the command starts, is read with its options: what it gives to "
-            "GRPOTrainer and sets on its GRPOConfig, and nothing that a function or a branch sets"
+            f"{file}, which the command starts, is read with its options, but for what a function "
+            "or a branch sets"
         )
         assumed += config.assumed
         return config.values

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pgtoolkit.config.elsewhere import Theirs
 from pgtoolkit.config.keys import has_effect, key_named
 from pgtoolkit.config.translate import IDLE, Translation
-from pgtoolkit.config.translate_file import read
+from pgtoolkit.config.translate_file import dating_keys, read
 from pgtoolkit.config.translate_version import on_version
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import text
 
 OF_TRY = " That it notes that the steps end in the warm-up is of the try alone."
 """What is said of two steps that end during warm-up."""
+
+
+_NO_FILE = re.compile(r"(\S+=\S+) needs an existing file.* There is nothing at that path").match
+"""Matches a problem with a path at which nothing lies."""
 
 
 def translate(path: Path, processes: int | None) -> str:
@@ -45,9 +50,10 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
     config = translation.composed.config
     of_try = OF_TRY if config and config.optimizer.warmup_steps >= 2 else ""
     yield from ("", f"For a try of two steps, type trainer.max_steps=2 {instead}.{of_try}")
+    if translation.to_fill:
+        yield f"To be filled in: {', '.join(translation.to_fill)}."
     by_default = [
-        f"{_line(f'{key}={text(value)}', translation.shown(row.name))}; ours is "
-        f"{redact(translation.ours(key))}"
+        redact(f"{key}={text(value)} (ours is {translation.ours(key)})")
         for key, (value, row) in translation.typed.items()
         if row is not None and not translation.behind[row.name]
         if text(value) != translation.ours(key)
@@ -69,7 +75,7 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
             "backslash that is not the last of its line"
         )
         left_out[True].insert(0, _line(" ".join(lost), reason))
-    left_out[True] += translation.apart
+    left_out[True] += _joined(translation.apart)
     unknown = [
         f"{key} (is {near} meant?)" if near else key
         for key, near in ((key, table.near(key)) for key in translation.theirs.values)
@@ -79,22 +85,46 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
     earlier = sorted(row.name for row in set_rows if row.gone_in)
     sections = {
         "What changes what is learned, and is left out:": left_out[True],
-        "Assumed:": [
-            *map(redact, translation.theirs.assumed),
-            *(f"{key} is to be filled in" for key in translation.to_fill),
-        ],
-        f"What follows from defaults of {name} that are not ours:": by_default,
-        "What is not quite the same:": translation.differing,
+        "Assumed:": [*map(redact, [*translation.theirs.assumed, *_on_no_version(translation)])],
+        "What is not quite the same:": _joined(translation.differing),
+        f"In the command by defaults of {name}:": [", ".join(by_default)] if by_default else [],
         "What else has no equal here, and is left out:": left_out[False],
         f"Keys that {name} is not known to have:": [redact(", ".join(unknown))] if unknown else [],
         f"Keys of earlier versions, which {name} does not have:": (
             [", ".join(earlier)] if earlier else []
         ),
-        "What this machine lacks for it:": [*map(redact, translation.lacking)],
+        "What this machine lacks for it:": [*map(redact, _lacking(translation.lacking))],
     }
     for title, lines in sections.items():
         if lines:
             yield from ("", title, *(f"  {line}".replace("`", "") for line in lines))
+
+
+def _on_no_version(translation: Translation) -> list[str]:
+    """Return a sentence on TRL's version where a file that sets few keys names none."""
+    theirs = translation.theirs
+    is_dated = theirs.version or dating_keys(theirs) or len(theirs.values) > 100  # as a dump has
+    if theirs.table.content["trainer"] != "TRL" or is_dated:
+        return []
+    version = theirs.table.content["version"]
+    return [f"TRL {version} is meant: a comment such as # trl==0.15.2 in the file says another"]
+
+
+def _joined(lines: Iterable[str]) -> list[str]:
+    """Return lines with those on the same settings in one."""
+    remarks: dict[str, list[str]] = {}
+    for line in lines:
+        settings, _, remark = line.partition(": ")
+        remarks.setdefault(settings, []).append(remark)
+    return [f"{settings}: {'; '.join(of)}" for settings, of in remarks.items()]
+
+
+def _lacking(problems: list[str]) -> list[str]:
+    """Return what a machine lacks, with the files in one sentence."""
+    files = [match for match in map(_NO_FILE, problems) if match]
+    others = [problem for problem in problems if not _NO_FILE(problem)]
+    named = ", ".join(match[1] for match in files)
+    return [*([f"{named}: nothing lies there"] if named else []), *others]
 
 
 def _line(settings: str, remark: str) -> str:

@@ -1609,8 +1609,8 @@ def test_the_printed_command_is_accepted_and_names_what_is_assumed_near_left_and
     assert "loss_type=nonsense: " in learned
     assert "save_steps=0.1" in others.partition("What else has no equal here, and is left out:")[2]
     to_fill = ("task.path", "loss", "aggregation", "task.verifiers.think.verifier")
-    assert "".join(f"  {key} is to be filled in\n" for key in to_fill) in page
-    assert "optimizer.beta2=0.999: adam_beta2=0.999 (their default); ours is 0.95" in page
+    assert f"\nTo be filled in: {', '.join(to_fill)}.\n" in page
+    assert "optimizer.beta2=0.999 (ours is 0.95)" in page
     assert "  scale_rewards=group (their default): 1e-4 is added" in page
     share = "a share of the steps, whose number follows from the data there: optimizer.warmup_steps"
     assert f"  warmup_steps=0.1: {share} is 0.1 x trainer.max_steps, rounded up; the" in page
@@ -3055,6 +3055,28 @@ def test_a_file_that_is_read_or_lists_packages_names_the_version(
     Path("run.sh").write_text(started)
     Path(file).write_text(content)
     assert f"{file} names TRL 0.15.2" in translate(Path("run.sh"), None)
+
+
+def test_a_page_says_nothing_twice(tmp_path, monkeypatch):
+    """Two remarks on one key are a line, as are two files that are not here."""
+    monkeypatch.chdir(tmp_path)
+    names = {"data.train_files": "train.parquet", "data.val_files": "test.parquet"}
+    values = SIZES | GRPO | names | {"trainer.test_freq": 5}
+    values |= {"actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine"}
+    Path("theirs.json").write_text(json.dumps(values | {"trainer.logger": ["wandb", "x"]}))
+    page = translate(Path("theirs.json"), None)
+    settings = [line.partition(": ")[0] for line in page.splitlines() if ": " in line]
+    assert len({*settings}) == len(settings)
+    assert page.count("nothing lies there") == 1
+    files = "task.path=train.parquet, evaluation.sets.held_out.path=test.parquet: nothing lies"
+    assert files in page
+    # A version is asked for where TRL's file names none and has few keys.
+    Path("theirs.yaml").write_text("num_generations: 4\ndataset_name: org/set\n")
+    page = translate(Path("theirs.yaml"), None)
+    assert "# trl==0.15.2 in the file says another" in page
+    assert page.count("dataset_name=org/set: ") == 1
+    Path("theirs.yaml").write_text("# trl==1.16.0\nnum_generations: 4\n")
+    assert "trl==" not in translate(Path("theirs.yaml"), None)
 
 
 LATER = """
