@@ -8,13 +8,14 @@ import lightning
 import torch
 
 import pgtoolkit
+from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.accumulation import DynamicAccumulation
 
 
 class MyModule(DynamicAccumulation):
-    def __init__(self, model):
-        super().__init__(max_grad_norm=1.0)
+    def __init__(self, model, layout=ONE_PROCESS):
+        super().__init__(layout, max_grad_norm=1.0)
         self.model = model  # token ids (T,) to logits (T, V)
 
     def micro_batch_loss(self, micro_batch, totals):
@@ -39,8 +40,15 @@ class MyModule(DynamicAccumulation):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def train(model, documents, docs_per_step, max_tokens):
+def train(model, documents, docs_per_step, max_tokens, layout=ONE_PROCESS):
     """Train on the documents once, and return the module and the trainer.
+
+    Two processes, of `torchrun --nproc-per-node=2 FILE`, train the same as one, with
+
+        torch.distributed.init_process_group("gloo")  # "nccl" on GPUs
+        layout = Layout.of_world(data_parallel=2)  # of pgtoolkit.ranks.layout; "cuda", ... on GPUs
+
+    Each has the same model and documents, and takes its share of each step.
 
     documents: a list of Document from pgtoolkit.document, each a prompt with one completion:
 
@@ -53,10 +61,17 @@ def train(model, documents, docs_per_step, max_tokens):
             name="completion 0 of prompt 0",  # in messages
         )
     """
-    module = MyModule(model)
+    module = MyModule(model, layout)
+    share = {
+        "data_rank": layout.rank_in("data_parallel"),
+        "data_size": layout.size("data_parallel"),
+    }
     steps = torch.utils.data.DataLoader(
-        documents, batch_size=docs_per_step, collate_fn=lambda batch: make_step(batch, max_tokens)
+        documents,
+        batch_size=docs_per_step,
+        collate_fn=lambda batch: make_step(batch, max_tokens, **share),
     )
-    trainer = lightning.Trainer(max_epochs=1)
+    writes = layout.rank == 0  # to Lightning, each process trains alone
+    trainer = lightning.Trainer(max_epochs=1, devices=1, logger=writes, enable_checkpointing=writes)
     trainer.fit(module, steps)
     return module, trainer

@@ -3,6 +3,7 @@
 Losses, gradients and weights are compared with the loops of the specification in float64.
 """
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -118,6 +119,24 @@ def test_the_module_of_the_examples_trains_the_same_however_its_steps_are_cut(
         )
     assert min(abs(loss) for loss, _ in expected) > 1e-3
     assert trainer.global_step == module.num_updates == 2
+
+
+def train_example(folder: str) -> dict[str, torch.Tensor]:
+    """Train the module of the examples as one of two ranks; return its weights."""
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples/lightning_module.py"))
+    ranks = layout(data_parallel=2)
+    with contextlib.chdir(folder):  # which Lightning writes to
+        module, trainer = example["train"](model(), documents(), DOCS_PER_STEP, 12, ranks)
+    assert trainer.global_step == module.num_updates == 2
+    return dict(module.model.state_dict())
+
+
+def test_the_module_of_the_examples_trains_the_same_over_two_ranks(tmp_path):
+    expected = model()
+    plain_training(expected)
+    for weights in world(2).run(train_example, str(tmp_path)):
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected.get_parameter(name), rtol=1e-10, atol=1e-12)
 
 
 class SmallModule(DynamicAccumulation):
