@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -301,7 +304,6 @@ def page_sections(
 ) -> list[tuple[str, list[str]]]:
     """Return (title, lines) for each section of the page."""
     first = checked.runs[0] if isinstance(checked, Sweep) else checked
-    prompt_notes: list[str] = []
     sections = _sweep_sections(checked) if isinstance(checked, Sweep) else []
     if first.composed.config is not None:
         defaults = compose([]).config
@@ -313,14 +315,18 @@ def page_sections(
         if first.config.model.name == "huggingface" and not first.report.problems:
             sections += _machine_sections(first.config)
         sections.append(("Run name", [first.composed.name]))
-        if first.config.rollout.name == "policy" and not first.report.problems:
-            lines, prompt_notes = _first_prompt(first.config, first.report)
-            sections.append(("First prompt", lines))
+    for run in checked.runs if isinstance(checked, Sweep) else [checked]:
+        if run.composed.config is None or run.report.problems:
+            continue
+        if run.config.rollout.name == "policy":
+            lines = _first_prompt(run.config, run.report)
+            if run is first:
+                sections.append(("First prompt", lines))
     if isinstance(checked, Sweep):
         sections.append(("Other runs", _plans_that_differ(checked, first)))
     if find is not None:
         sections.append(("Seeds", lines_on_seeds(checked, find)))
-    sections.append(("Notes", [*notes(checked), *prompt_notes]))
+    sections.append(("Notes", notes(checked)))
     all_problems = [*map(_checked_again, problems(checked))]
     title = f"Problems ({len(all_problems)})" if all_problems else "Problems"
     sections.append((title, all_problems or ["none"]))
@@ -390,11 +396,27 @@ def _machine_sections(config: Config) -> list[tuple[str, list[str]]]:
     return sections
 
 
-def _first_prompt(config: Config, report: Report) -> tuple[list[str], list[str]]:
-    """Return lines that show the first prompt, and notes on the first prompts and their answers.
+def _first_prompt(config: Config, report: Report) -> list[str]:
+    """Return lines that show the first prompt, and add notes on the first prompts and their answers
+    to a report.
 
     Prompts that no run could use, such as one that the tokenizer cannot encode, are refused.
     """
+    assert isinstance(config.rollout, PolicyRolloutSettings)
+    sets = sets_beside_training(config)
+    arguments = (config.task, config.seed, config.rollout, config.model, sets)
+    lines, notes, problem = _read_first_prompt(os.getcwd(), pickle.dumps(arguments))
+    report.notes += notes
+    report.problems += problem
+    return lines
+
+
+@functools.cache  # the jobs of a sweep share it
+def _read_first_prompt(
+    _directory: str, pickled_arguments: bytes
+) -> tuple[list[str], list[str], list[str]]:
+    """Return (lines, notes, problems) of `_first_prompt`, whose arguments are pickled to be a
+    cache's key."""
     from pgtoolkit.assembly.make_task import held_out_numbers
     from pgtoolkit.assembly.preview import (
         notes_on_repeated_prompts,
@@ -402,19 +424,15 @@ def _first_prompt(config: Config, report: Report) -> tuple[list[str], list[str]]
         preview,
     )
 
+    task, seed, rollout, model, sets = pickle.loads(pickled_arguments)
     try:
-        assert isinstance(config.rollout, PolicyRolloutSettings)
-        sets = sets_beside_training(config)
-        never = held_out_numbers(config.task, sets)
-        lines, notes = preview(config.task, config.seed, config.rollout, config.model, never)
-        notes = [*notes, *notes_on_shared_prompts(config.task, config.seed, sets)]
-        notes += notes_on_repeated_prompts(sets)
-        return lines, notes
+        lines, notes = preview(task, seed, rollout, model, held_out_numbers(task, sets))
+        shared = notes_on_shared_prompts(task, seed, sets)
+        return lines, [*notes, *shared, *notes_on_repeated_prompts(sets)], []
     except PgtoolkitError as error:
-        report.problems.append(first_line(error))
-        return [], []
+        return [], [], [first_line(error)]
     except Exception as error:  # the reader of a damaged tokenizer may raise anything
-        return [f"cannot be shown: {first_line(error)}"], []
+        return [f"cannot be shown: {first_line(error)}"], [], []
 
 
 def _sweep_sections(sweep: Sweep) -> list[tuple[str, list[str]]]:

@@ -120,6 +120,22 @@ def test_a_problem_of_the_task_is_told_once_and_of_no_set_and_of_a_set_with_its_
     assert problem.startswith(beginning)
 
 
+def test_notes_on_the_prompts_of_each_run_of_a_sweep_name_the_runs_that_they_are_of(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name, questions in (("a", "12"), ("b", "34"), ("held_out", "35")):
+        rows = [f'{{"prompt": "{question}+12345=", "answer": "0"}}\n' for question in questions]
+        Path(f"{name}.jsonl").write_text("".join(rows))
+    overrides = ["tracking=none", "task=prompts", "task.path=a.jsonl,b.jsonl", "seed=0,1"]
+    held_out = ["evaluation.every=5", "evaluation.sets.x.path=held_out.jsonl"]
+    notes = dict(page_sections(check([*overrides, *held_out], multirun=True)))["Notes"]
+    assert notes == [
+        "task.path=b.jsonl seed=0, and 1 more: 1 of the 2 prompts of evaluation set x are also "
+        "prompts of training: what is measured on those is not held out."
+    ]
+
+
 def test_check_says_the_longest_document_of_recorded_rollouts(folder_of_user):
     def step_of(rows: int, *, more: int) -> list[str]:
         file = f"{rows}-{more}.jsonl"
