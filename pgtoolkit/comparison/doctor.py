@@ -72,38 +72,95 @@ def diagnose(paths: Sequence[str], as_json: bool = False) -> str:
     runs = [examine(read_run(path, None)) for path in run_directories("pgtk doctor", paths)]
     if as_json:
         return json.dumps([_as_values(run) for run in runs], indent=1, ensure_ascii=False)
-    return "\n\n".join(_page(run) for run in runs)
+    return _page(runs[0]) if len(runs) == 1 else _page_of_several(runs)
 
 
 def _page(examined: Examined) -> str:
     """Return the lines on a run: its failures, and what could not be looked for."""
-    run = examined.run
-    state = run.why_not_counted() if run.state != "done" else f"done, {run.step} steps"
-    lines = folded(f"{shell_path(run.path)}: {state}")
-    if _is_too_short(run):
-        return "\n".join([*lines, f"  Nothing can be said of fewer than {FEWEST_STEPS} steps."])
+    lines = folded(_state(examined.run))
+    if _is_too_short(examined.run):
+        return "\n".join([*lines, f"  {_TOO_SHORT}"])
     for rule, finding in examined.failures:
         lines += ["", f"  {rule.name}, since step {finding.step}"]
         lines += folded(f"{finding.seen}. Healthy: {rule.healthy}. {rule.meaning}", "    ", "    ")
-        lines += folded(f"Change: {rule.change_in(run)}.", "    ", "      ")
+        lines += folded(f"Change: {rule.change_in(examined.run)}.", "    ", "      ")
     if not examined.failures:
-        looked_at = len(RULES) - len(examined.not_measured) - len(examined.elsewhere)
-        lines.append(f"  None of the {looked_at} known failures that were looked for.")
+        lines.append(f"  {_none_of_those(examined)}")
     if examined.without_effect:
-        lines += ["", "  Options that changed no number of any step:"]
+        lines += ["", f"  {_WITHOUT_EFFECT}:"]
         for silent in examined.without_effect:
             lines += folded(silent, "    ", "      ")
+    for sentence in _not_looked_for(examined):
+        lines += ["", *folded(sentence, "  ", "    ")]
+    return "\n".join(lines)
+
+
+def _page_of_several(runs: list[Examined]) -> str:
+    """Return the lines on several runs: what is the same of some of them once, with their names."""
+    lines = [line for examined in runs for line in folded(_state(examined.run))]
+    failing: dict[tuple[Rule, str], list[tuple[Run, Finding]]] = {}
+    for examined in runs:
+        for rule, finding in examined.failures:
+            change = rule.change_in(examined.run)
+            failing.setdefault((rule, change), []).append((examined.run, finding))
+    for (rule, change), found in failing.items():
+        lines += ["", *folded(f"{rule.name}, in {_counted(found, runs)}", "  ", "    ")]
+        for run, finding in found:
+            seen = f"{run.name}, since step {finding.step}: {finding.seen}."
+            lines += folded(seen, "    ", "      ")
+        lines += folded(f"Healthy: {rule.healthy}. {rule.meaning}", "    ", "    ")
+        lines += folded(f"Change: {change}.", "    ", "      ")
+    having: dict[str, list[str]] = {}
+    for examined in runs:
+        for sentence in _further_sentences(examined):
+            having.setdefault(sentence, []).append(examined.run.name)
+    for sentence, names in having.items():
+        named = "" if len(names) == len(runs) else f" ({', '.join(names)})"
+        sentence = f"{_counted(names, runs)}{named}: {sentence}"
+        lines += ["", *folded(sentence, "  ", "    ")]
+    return "\n".join(lines)
+
+
+def _counted(some: Sequence[object], runs: Sequence[object]) -> str:
+    return f"{'all' if len(some) == len(runs) else f'{len(some)} of'} {len(runs)} runs"
+
+
+_TOO_SHORT = f"Nothing can be said of fewer than {FEWEST_STEPS} steps."
+_WITHOUT_EFFECT = "Options that changed no number of any step"
+
+
+def _state(run: Run) -> str:
+    state = run.why_not_counted() if run.state != "done" else f"done, {run.step} steps"
+    return f"{shell_path(run.path)}: {state}"
+
+
+def _none_of_those(examined: Examined) -> str:
+    looked_at = len(RULES) - len(examined.not_measured) - len(examined.elsewhere)
+    return f"None of the {looked_at} known failures that were looked for."
+
+
+def _further_sentences(examined: Examined) -> list[str]:
+    """Return what the page of a run says beside its failures, a sentence each."""
+    if _is_too_short(examined.run):
+        return [_TOO_SHORT]
+    healthy = [] if examined.failures else [_none_of_those(examined)]
+    silent = [f"{_WITHOUT_EFFECT}: {option}" for option in examined.without_effect]
+    return [*healthy, *silent, *_not_looked_for(examined)]
+
+
+def _not_looked_for(examined: Examined) -> list[str]:
+    """Return the sentences on rules that could not be applied to a run."""
+    sentences = []
     if examined.not_measured:
         names = "; ".join(
             f"{rule.name} ({rule.measured_by or ', '.join(rule.metrics)})"
             for rule in examined.not_measured
         )
-        lines += ["", *folded(f"Not looked for, since it was not measured: {names}.", "  ", "    ")]
+        sentences.append(f"Not looked for, since it was not measured: {names}.")
     for elsewhere in dict.fromkeys(elsewhere for _, elsewhere in examined.elsewhere):
         names = ", ".join(rule.name for rule, other in examined.elsewhere if other == elsewhere)
-        sentence = f"Not looked for, with {elsewhere.setting}: {names}. {elsewhere.reason}"
-        lines += ["", *folded(sentence, "  ", "    ")]
-    return "\n".join(lines)
+        sentences.append(f"Not looked for, with {elsewhere.setting}: {names}. {elsewhere.reason}")
+    return sentences
 
 
 def _as_values(examined: Examined) -> dict[str, object]:

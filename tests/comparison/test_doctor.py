@@ -479,6 +479,31 @@ def test_the_page_says_what_was_not_looked_for_and_why(tmp_path):
     assert values["means_something_else"][-1]["failure"] == "reward lost"
 
 
+def test_the_page_on_several_runs_says_once_what_several_of_them_have(tmp_path):
+    for name, lost_after in (("a", 5), ("b", 8), ("c", 30)):
+        with RunDirectory(tmp_path / name) as run:
+            run.write_config({"seed": 0, "trainer": {"max_steps": 30}}, [])
+            rows = [
+                {"step": n, "time": n, "reward": n / 40 if n <= lost_after else 0.0}
+                for n in range(1, 31)
+            ]
+            run.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            run.set_status("done", 30)
+    page = " ".join(diagnose([str(tmp_path)]).split())
+    assert page.count("done, 30 steps") == 3
+    (steps,) = re.findall(
+        r"reward lost, in 2 of 3 runs a, since step (\d+): reward was .*? at the end\. "
+        r"b, since step \d+: reward was .*? at the end\. Healthy: reward rises,",
+        page,
+    )
+    assert 5 <= int(steps) <= 30
+    assert page.count("reward lost") == 1
+    assert page.count("Change: ") == 1
+    assert page.count("Not looked for, since it was not measured: ") == 1
+    assert "all 3 runs: Not looked for, since it was not measured: " in page
+    assert "1 of 3 runs (c): None of the " in page
+
+
 def test_every_rule_has_a_made_up_run_that_breaks_it():
     cases = Path(__file__).read_text().partition("def made_up")[2]
     assert [name for name in NAMES if f'"{name}"' not in cases] == []
