@@ -25,7 +25,8 @@ def description_of(run_dir: Path, equation: Sequence[str] = ()) -> Description:
 
     equation: the lines that define its loss, where they are known.
     """
-    config, _ = records.read_config(run_dir)
+    config, overrides = records.read_config(run_dir)
+    chosen = records.chosen_files(config, overrides)
     status = records.read_status(run_dir)
     provenance = records.known_provenance(run_dir)
     settings = as_typed(dict(leaves(config)))
@@ -49,8 +50,8 @@ def description_of(run_dir: Path, equation: Sequence[str] = ()) -> Description:
         run_name = re.sub("-[0-9a-f]{8}$", "", run_dir.name)
     return Description(
         run_name=run_name,
-        settings=_typed_settings(config),
-        params=flatten(config),
+        settings={**_typed_settings(config), **chosen},
+        params=flatten(config) | chosen,
         tags={
             key: text_of(key, value, LONGEST_TAG)
             for key, value in tags.items()

@@ -50,8 +50,11 @@ def more_than_the_axis(compared: Compared, pairs: Sequence[Comparison]) -> list[
             second = compared.groups[pair.second].label
             named.setdefault((first, differences), []).append(second)
     axis = " and ".join(compared.axis)
+    # A file that was chosen has no value of its own: it stands for the keys that it sets.
+    has_files = any(key in compared.groups[0].runs[0].chosen for key in compared.axis)
+    they_differ = f"{axis}, and so in" if has_files else f"more than {axis}, in"
     return [
-        f"{' and '.join(seconds)} against {first}: they differ in more than {axis}, in "
+        f"{' and '.join(seconds)} against {first}: they differ in {they_differ} "
         f"{differences}. The verdict is on all of this together."
         for (first, differences), seconds in named.items()
     ]

@@ -75,6 +75,7 @@ def compare(
         measures.margin_of(margin)  # refuses a bad one before the work
     readable, notes = same_data(readable)
     over_keys = over.split(",") if over else []
+    readable = _named_by_files(readable, ignore_code)
     keys, following, common = _varying(readable, over_keys, ignore_code)
     evaluated = dict.fromkeys(
         name for run in readable for name in run.config if name.startswith("evaluation.")
@@ -406,6 +407,7 @@ def _varying(
     """
     present = list(dict.fromkeys(name for run in runs for name in (*run.config, *run.trained_with)))
     present.remove("seed")  # the runs of a group differ in it
+    present.sort(key=lambda name: name not in runs[0].chosen)
     if ignore_code:
         present = [name for name in present if not name.startswith(CODE)]
     names = [name for name in present if any(_changes_learning(name, run) for run in runs)]
@@ -432,6 +434,26 @@ def _varying(
         else:
             following.append(name)
     return keys, following, common
+
+
+def _named_by_files(runs: list[Run], ignore_code: bool) -> list[Run]:
+    """Return the runs with the names of the files that the user chose in `trained_with`, such as
+    dapo of experiment=dapo, where these may name configurations.
+
+    They do where every run has one, and no configuration has two.
+    """
+    keys, _, _ = _varying(runs, (), ignore_code)
+    configurations = [tuple(repr(learned(run, key)) for key in keys) for run in runs]
+    naming = []
+    for group in runs[0].chosen:
+        options = [run.chosen.get(group) for run in runs]
+        pairs = {*zip(configurations, options, strict=True)}
+        if None not in options and len(pairs) == len({*configurations}):
+            naming.append(group)
+    return [
+        replace(run, trained_with=run.trained_with | {group: run.chosen[group] for group in naming})
+        for run in runs
+    ]
 
 
 def _changes_learning(name: str, run: Run) -> bool:

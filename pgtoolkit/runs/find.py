@@ -68,6 +68,7 @@ class Run:
     names: of all metrics that were recorded, whether they are in a column or not.
     code: commits and uncommitted changes, by `code_of`.
     trained_with: see runs/history.py.
+    chosen: see `records.chosen_files`.
     """
 
     path: Path | str
@@ -80,6 +81,7 @@ class Run:
     names: set[str] = field(default_factory=set)
     code: tuple = ()
     trained_with: dict[str, object] = field(default_factory=dict)
+    chosen: dict[str, str] = field(default_factory=dict)
 
     @property
     def collapsed(self) -> bool:
@@ -302,6 +304,7 @@ def _read_undamaged_run(path: Path, metrics: Collection[str] | None) -> Run:
         names,
         code_of(provenance),
         trained_with(path, provenance, step),
+        records.read_chosen_files(path, config),
     )
 
 

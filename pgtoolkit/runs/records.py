@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
@@ -44,6 +44,30 @@ def read_resolved(run_dir: str | Path) -> dict:
     """Return the configuration of a run, from config.yaml."""
     config = _read_yaml(Path(run_dir) / "config.yaml", dict)
     return with_later_groups(without_auto_compile(config, Path(run_dir)))
+
+
+def chosen_files(config: Mapping[str, object], overrides: Iterable[str]) -> dict[str, str]:
+    """Return the overrides that chose a file whose name is in no key, such as experiment=dapo.
+
+    config: dotted keys with their values.
+    """
+    groups = {name.partition(".")[0] for name in config}
+    chosen = {}
+    for override in overrides:
+        group, _, option = override.lstrip("+").partition("=")
+        group = group.partition("@")[0]
+        # Another name with a dot is a key of another version.
+        if option and "." not in group and group not in groups:
+            chosen[group] = option
+    return chosen
+
+
+def read_chosen_files(run_dir: Path, config: Mapping[str, object]) -> dict[str, str]:
+    """Return the `chosen_files` of a run; {} where its overrides.yaml cannot be read."""
+    try:
+        return chosen_files(config, map(str, _read_yaml(run_dir / "overrides.yaml", list)))
+    except StorageError:
+        return {}
 
 
 def read_leaves(run_dir: Path) -> JsonObject:

@@ -505,6 +505,53 @@ def test_a_label_of_the_user_names_its_configuration_in_tables_and_pictures(swee
     assert "against ours (n = 3)" in page(capsys, sweep, FINAL, label, "--against=loss=gspo")
 
 
+def choose(run: Path, *overrides: str) -> None:
+    """Let a run have these overrides."""
+    (run / "overrides.yaml").write_text("".join(f"- {override}\n" for override in overrides))
+
+
+@pytest.fixture
+def of_experiments(sweep: Path) -> Path:
+    """Return runs of two experiments: paper_a chooses grpo, paper_b gspo."""
+    for run in sweep.iterdir():
+        paper = "paper_a" if "grpo" in run.name else "paper_b"
+        choose(run, f"experiment={paper}", f"seed={run.name[-1]}")
+    return sweep
+
+
+def test_configurations_have_the_names_of_the_experiments_that_were_swept(of_experiments, capsys):
+    """Their keys follow from these: the loss, and the lower clip of this module's `save`."""
+    compared = compare(find_runs([str(of_experiments)]))
+    assert compared.keys == ["experiment"]
+    assert compared.following == ["loss", "loss.epsilon_low"]
+    assert [group.label for group in compared.groups] == ["paper_a", "paper_b"]
+    text = unwrapped_page(
+        capsys, of_experiments, "--against=experiment=paper_b", "--label=experiment=paper_a=Old"
+    )
+    assert "against paper_b (n = 3)" in text
+    assert (
+        "Old against paper_b: they differ in experiment, and so in loss (grpo, not gspo), "
+        "loss.epsilon_low (0.2, not 0.0003)." in text
+    )
+
+
+@pytest.mark.parametrize("override", ["seed=0", "experiment=another"])
+def test_a_configuration_without_a_name_or_with_two_has_the_names_of_its_keys(
+    of_experiments, override
+):
+    choose(of_experiments / "0-grpo-0", override)
+    compared = compare(find_runs([str(of_experiments)]))
+    assert compared.keys == ["loss"]
+
+
+def test_an_experiment_and_a_key_name_the_configurations_of_both(two_rates, tmp_path):
+    folder = shutil.copytree(two_rates, tmp_path / "runs")
+    for run in folder.iterdir():
+        choose(run, f"experiment={'paper_a' if run.name < '2' else 'paper_b'}")
+    compared = compare(find_runs([str(folder)]), best_of="optimizer.learning_rate")
+    assert compared.keys == ["experiment", "optimizer.learning_rate"]
+
+
 def test_a_label_of_an_unknown_value_is_refused(sweep, capsys):
     message = refusal(capsys, "compare", sweep, "--label=loss=gsop=ours")
     assert "--label loss=gsop=ours needs KEY=VALUE=NAME" in message
