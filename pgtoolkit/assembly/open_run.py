@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pgtoolkit.assembly.continuing import branch_command
 from pgtoolkit.assembly.data import record_data
+from pgtoolkit.assembly.make_task import held_out_numbers
+from pgtoolkit.assembly.preview import notes_on_shared_prompts
+from pgtoolkit.config.evaluation_sets import sets_beside_training
 from pgtoolkit.config.keys import changes_learning, declared, existing_key, shown
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.rules.executed import named_functions
-from pgtoolkit.config.saved import cannot_change, edited
+from pgtoolkit.config.saved import cannot_change, edited, typed
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.ranks.agreement import failing_together, gather_objects, losing_ranks
 from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.completion_files import drop_completions_after
 from pgtoolkit.runs.directory import RunDirectory, config_drift
@@ -37,6 +42,7 @@ from pgtoolkit.runs.records import (
 from pgtoolkit.runs.series import rows_until
 from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.report import shell_path, text
+from pgtoolkit.tasks.settings import ReverseTaskSettings
 from pgtoolkit.tracking.progress import entry
 from pgtoolkit.training.checkpoint import load_newest, read_checkpoint, refuse_lost_checkpoint
 from pgtoolkit.training.optimizer import learning_rate
@@ -118,6 +124,7 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[st
         schedule_note = _schedule_note(config.optimizer, steps_before, drift, checkpoint)
         if schedule_note:
             notes = [*notes, schedule_note]
+        notes = [*notes, *notes_on_asked_numbers(config, drift, checkpoint)]
     run.drop_metrics_after(step, kept_bytes)
     for note in [*notes, *drop_completions_after(run.path, step)]:
         log.warning(f"note: {note}")
@@ -223,6 +230,25 @@ def _schedule_note(
         f"{new_rate:.3g} instead of {old_rate:.3g}. pgtk compare does not count this run as a "
         f"seed of one that had trainer.max_steps={new_steps} from the start."
     )
+
+
+def notes_on_asked_numbers(
+    config: Config, drift: dict[str, list], checkpoint: JsonObject
+) -> list[str]:
+    """Return a note on each evaluation set with numbers that the steps before a checkpoint have
+    asked, since a resume evaluates other numbers than training has avoided.
+
+    drift: the changed keys, as {key: [old, new]}.
+    """
+    is_changed = any(name.startswith("evaluation.") for name in drift)
+    is_sampled = isinstance(config.rollout, PolicyRolloutSettings)
+    if not is_changed or not is_sampled or not isinstance(config.task, ReverseTaskSettings):
+        return []
+    before = typed(json.loads(checkpoint["config"]), "config.yaml")
+    never = held_out_numbers(before.task, sets_beside_training(before))
+    num_asked = math.ceil(checkpoint["documents_seen"] / config.rollout.group_size)
+    sets = sets_beside_training(config)
+    return notes_on_shared_prompts(config.task, config.seed, sets, num_asked, never)
 
 
 def _refuse_another(config: JsonObject, run_dir: Path, checkpoint: dict) -> None:

@@ -19,6 +19,7 @@ from pgtoolkit.comparison.common_measure import (
 )
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup, learned
 from pgtoolkit.comparison.headline import chosen_metric
+from pgtoolkit.comparison.held_out_prompts import notes_on_other_prompts
 from pgtoolkit.comparison.identical import are_identical, recorded_numbers, same_data
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS
 from pgtoolkit.comparison.notes import (
@@ -149,6 +150,9 @@ def compare(
     compared.notes += notes_of(compared)
     compared.notes += notes_of_equal_numbers(compared, numbers)
     compared.notes += code_notes(compared, readable, ignore_code)
+    compared.notes += notes_on_other_prompts(
+        [run for group in compared.groups for run in group.counted]
+    )
     return compared
 
 

@@ -539,7 +539,7 @@ def test_configurations_have_the_names_of_the_experiments_that_were_swept(of_exp
 def test_a_configuration_without_a_name_or_with_two_has_the_names_of_its_keys(
     of_experiments, override
 ):
-    choose(of_experiments / "0-grpo-0", override)
+    choose(of_experiments / "1-grpo-1", override)
     compared = compare(find_runs([str(of_experiments)]))
     assert compared.keys == ["loss"]
 
