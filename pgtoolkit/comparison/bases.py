@@ -14,7 +14,7 @@ from pgtoolkit.config.keys import OPTION_KEYS, is_inside, shown
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import Run
 from pgtoolkit.runs.records import read_config, read_sweep
-from pgtoolkit.system.report import text
+from pgtoolkit.system.report import nearest, text
 
 
 def keys_of(
@@ -111,7 +111,8 @@ def _refuse_against(compared: Compared, against: str, is_right: bool) -> None:
     )
     if not values:
         keys_of("--against", [against], compared.keys)
-    meant = [value for value in values if value.partition("=")[2] == against] or [*values]
+    meant = [value for value in values if value.partition("=")[2] == against]
+    meant = meant or [nearest(against, [*values], 0) or next(iter(values))]
     raise ConfigError(
         f"--against={against} needs what a configuration has: KEY=VALUE, or KEY alone for the "
         f"value of the first. These are {', '.join(values)}. Use --against={meant[0]}."

@@ -103,9 +103,9 @@ def _page_of_several(runs: list[Examined]) -> str:
         for rule, finding in examined.failures:
             change = rule.change_in(examined.run)
             failing.setdefault((rule, change), []).append((examined.run, finding))
-    for (rule, change), found in failing.items():
-        lines += ["", *folded(f"{rule.name}, in {_counted(found, runs)}", "  ", "    ")]
-        for run, finding in found:
+    for (rule, change), findings in failing.items():
+        lines += ["", *folded(f"{rule.name}, in {_counted(findings, runs)}", "  ", "    ")]
+        for run, finding in findings:
             seen = f"{run.name}, since step {finding.step}: {finding.seen}."
             lines += folded(seen, "    ", "      ")
         lines += folded(f"Healthy: {rule.healthy}. {rule.meaning}", "    ", "    ")

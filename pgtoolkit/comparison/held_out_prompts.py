@@ -16,8 +16,8 @@ from pgtoolkit.tasks.tasks import ReverseTask
 def notes_on_other_prompts(runs: Collection[Run]) -> list[str]:
     """Return a note where runs of task=reverse with the same seed have asked other numbers.
 
-    Training asks another number in place of one that its evaluation holds out, so the keys of the
-    evaluation, which else change nothing that is learned, have decided that number.
+    Training asks another number in place of one that its evaluation holds out. So the keys of the
+    evaluation, which change nothing else that is learned, have decided that number.
     """
     by_numbers: dict[tuple[object, object], dict[str, Run]] = {}
     for run in runs:
@@ -39,7 +39,7 @@ def notes_on_other_prompts(runs: Collection[Run]) -> list[str]:
                 return [
                     "task=reverse asks another number in place of one that the evaluation holds "
                     f"out, and the evaluations hold out different ones: {first.name} and "
-                    f"{second.name} differ in prompt {min(differing):,} of training, too. Runs "
+                    f"{second.name} also differ in prompt {min(differing):,} of training. Runs "
                     "with the same evaluation keys have the same prompts"
                 ]
     return []
@@ -58,7 +58,8 @@ def _sets(config: Mapping[str, object]) -> list[tuple[int, int]]:
     if not config.get("evaluation.every"):
         return []
     task = nested(config, "task.")
-    seed, count = config["evaluation.seed"], config["evaluation.prompts_per_set"]
+    seed = config["evaluation.seed"]
+    count = config["evaluation.prompts_per_set"]
     sets = nested(config, "evaluation.sets.") or {DEFAULT_SET: {}}
     return sorted(
         (settings.get("seed", seed), settings.get("prompts", count))

@@ -1,5 +1,5 @@
-"""Runs whose training asked other numbers, since their evaluations hold out others, are noted; so is
-a resume that evaluates numbers that were asked before."""
+"""Runs whose training asked other numbers, since their evaluations hold out others, are noted, and
+so is a resume that evaluates numbers that were asked before."""
 
 import hashlib
 import json
@@ -52,7 +52,7 @@ def test_runs_that_have_asked_another_number_are_noted_from_that_prompt_on(other
     evaluated = run("a", before + 100 * GROUP_SIZE)
     assert notes_on_other_prompts([evaluated, run("b", before, **other)]) == []
     (note,) = notes_on_other_prompts([evaluated, run("b", before + 1, **other)])
-    assert f"a and b differ in prompt {FIRST:,} of training, too" in note
+    assert f"a and b also differ in prompt {FIRST:,} of training." in note
 
 
 @pytest.mark.parametrize(
