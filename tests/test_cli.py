@@ -460,6 +460,12 @@ def test_a_folder_of_runs_is_no_run_and_its_runs_are_named(tmp_path, capsys):
         said = refusal(capsys, "resume", str(folder))
         assert f"(got {folder}: a folder of runs)" in said
         assert said.rstrip().endswith(f"Use {run}.")
+    sweep = {"name": "sweep", "command": ["pgtk", "-m", "experiment=dapo,grpo"], "jobs": []}
+    (run.parent / "sweep.json").write_text(json.dumps(sweep))
+    said = refusal(capsys, "resume", str(run.parent))
+    assert "All jobs of this sweep go on with pgtk -m experiment=dapo,grpo. Use " in said
+    said = refusal(capsys, "sweep", str(run.parent))
+    assert said.rstrip().endswith("Use pgtk -m experiment=dapo,grpo.")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pgtoolkit.assembly.continuing import branch_command
 from pgtoolkit.assembly.data import record_data
 from pgtoolkit.assembly.make_task import held_out_numbers
 from pgtoolkit.assembly.preview import notes_on_shared_prompts
-from pgtoolkit.config.evaluation_sets import sets_beside_training
+from pgtoolkit.config.evaluation_sets import HeldOut, sets_beside_training
 from pgtoolkit.config.keys import changes_learning, declared, existing_key, shown
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.rules.executed import named_functions
@@ -42,7 +42,7 @@ from pgtoolkit.runs.records import (
 from pgtoolkit.runs.series import rows_until
 from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.report import shell_path, text
-from pgtoolkit.tasks.settings import ReverseTaskSettings
+from pgtoolkit.tasks.settings import ReverseTaskSettings, TaskSettings
 from pgtoolkit.tracking.progress import entry
 from pgtoolkit.training.checkpoint import load_newest, read_checkpoint, refuse_lost_checkpoint
 from pgtoolkit.training.optimizer import learning_rate
@@ -107,6 +107,7 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[st
     record_data(run.path, config, None if checkpoint is None else step)
     plain_values = plain_config(config)
     code = changed_code(run.path) if step > 0 else {}
+    before = {} if checkpoint is None else read_config(run.path)[0]
     drift = run.write_config(plain_values, overrides, step, code)
     for label, change in zip(["changed", *[""] * len(drift)], _in_words(drift), strict=False):
         log.info(entry(label, change))
@@ -124,7 +125,11 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[st
         schedule_note = _schedule_note(config.optimizer, steps_before, drift, checkpoint)
         if schedule_note:
             notes = [*notes, schedule_note]
-        notes = [*notes, *notes_on_asked_numbers(config, drift, checkpoint)]
+        if any(name.startswith("evaluation.") for name in drift):
+            sets = sets_beside_training(config)
+            documents = checkpoint["documents_seen"]
+            asked = notes_on_asked_numbers(config.task, config.seed, sets, before, documents)
+            notes = [*notes, *asked]
     run.drop_metrics_after(step, kept_bytes)
     for note in [*notes, *drop_completions_after(run.path, step)]:
         log.warning(f"note: {note}")
@@ -233,22 +238,22 @@ def _schedule_note(
 
 
 def notes_on_asked_numbers(
-    config: Config, drift: dict[str, list], checkpoint: JsonObject
+    task: TaskSettings, seed: int, sets: Sequence[HeldOut], saved: JsonObject, num_documents: int
 ) -> list[str]:
-    """Return a note on each evaluation set with numbers that the steps before a checkpoint have
-    asked, since a resume evaluates other numbers than training has avoided.
+    """Return a note on each evaluation set with numbers that a run has asked before its resume,
+    since it avoided the numbers of the evaluation that was configured then.
 
-    drift: the changed keys, as {key: [old, new]}.
+    task, seed, sets: of the run as it goes on. saved: its configuration before. num_documents: that
+        were trained before.
     """
-    is_changed = any(name.startswith("evaluation.") for name in drift)
-    is_sampled = isinstance(config.rollout, PolicyRolloutSettings)
-    if not is_changed or not is_sampled or not isinstance(config.task, ReverseTaskSettings):
+    before = typed(saved, "config.yaml")
+    if not isinstance(task, ReverseTaskSettings) or not isinstance(
+        before.rollout, PolicyRolloutSettings
+    ):
         return []
-    before = typed(json.loads(checkpoint["config"]), "config.yaml")
     never = held_out_numbers(before.task, sets_beside_training(before))
-    num_asked = math.ceil(checkpoint["documents_seen"] / config.rollout.group_size)
-    sets = sets_beside_training(config)
-    return notes_on_shared_prompts(config.task, config.seed, sets, num_asked, never)
+    num_asked = math.ceil(num_documents / before.rollout.group_size)
+    return notes_on_shared_prompts(task, seed, sets, num_asked, never)
 
 
 def _refuse_another(config: JsonObject, run_dir: Path, checkpoint: dict) -> None:

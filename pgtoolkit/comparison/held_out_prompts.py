@@ -69,7 +69,7 @@ def _sets(config: Mapping[str, object]) -> list[tuple[int, int]]:
 
 
 def _replaced(run: Run) -> set[int]:
-    """Return the numbers of the prompts in whose place training has asked another one."""
+    """Return the numbers of the prompts that training has replaced by others."""
     digits = run.config["task.num_digits"]
     seed = run.config["seed"]
     assert isinstance(digits, int)

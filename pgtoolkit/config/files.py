@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.runs.records import command_of_sweep
 from pgtoolkit.system.report import (
     near_path,
     nearest,
@@ -59,6 +60,17 @@ def sweep_file(name: str = "") -> Path:
         return shipped[name]
     if path.suffix == ".yaml" and path.is_file():
         return path.resolve()
+    command = command_of_sweep(path)
+    if command is not None:
+        raise ConfigError(
+            refusal(
+                setting=f"pgtk sweep {name}",
+                needs="the name of a sweep, or a file ending in .yaml",
+                got="the folder of a sweep that was started",
+                reason="Its own command goes on with what its jobs lack.",
+                use=command,
+            )
+        )
     near = nearest(without_ending(path).name, shipped, 0.6)
     near = near or (near_path(with_ending(path, ".yaml")) if name else None)
     use = f"pgtk sweep {near or next(iter(shipped))}"

@@ -191,6 +191,9 @@ def not_a_run(use: str, path: Path, needs: str) -> ConfigError:
     elif runs_below:
         got = "a folder of runs"
         use_instead = " or ".join(map(shell_path, runs_below[:3]))
+        command = records.command_of_sweep(path) if use.startswith("pgtk resume") else None
+        if command is not None:
+            reason = f"All jobs of this sweep go on with {command}."
     elif (path / "status.json").is_file():
         got = "a run without its config.yaml"
         reason = f"Somebody has deleted {path / 'config.yaml'}."

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from datetime import datetime
 from enum import Enum
@@ -136,6 +137,13 @@ def read_sweep(folder: Path) -> dict:
         rows = [*sweep["jobs"], *_read_rows(folder / "sweep.jsonl", _JOB)]
         sweep["jobs"] = [*{row["directory"]: row for row in rows}.values()]
     return sweep
+
+
+def command_of_sweep(folder: Path) -> str | None:
+    """Return the command that starts a sweep or goes on with it, by its folder; None for another
+    folder, and for a sweep that was started without a command."""
+    command = read_sweep(folder).get("command")
+    return shlex.join(command) if command else None
 
 
 def read_evaluations(run_dir: Path) -> list[JsonObject]:

@@ -2,7 +2,6 @@
 so is a resume that evaluates numbers that were asked before."""
 
 import hashlib
-import json
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from pgtoolkit.assembly.open_run import notes_on_asked_numbers
 from pgtoolkit.comparison.held_out_prompts import notes_on_other_prompts
 from pgtoolkit.config.compose import compose
+from pgtoolkit.config.evaluation_sets import held_out_sets
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.runs.find import Run
@@ -83,7 +83,6 @@ def test_a_resume_with_another_evaluation_says_which_of_its_numbers_were_asked(e
         "evaluation.every=20", "evaluation.seed=7", "evaluation.prompts_per_set=400"
     )
     documents = GROUP_SIZE * (FIRST + 1)
-    checkpoint = {"config": json.dumps(plain_config(before)), "documents_seen": documents}
     avoided = [number(7, index) for index in range(128 if every_before else 0)]
     asked = [number(0, index) for index in range(FIRST + 1)]
     both = [
@@ -91,7 +90,6 @@ def test_a_resume_with_another_evaluation_says_which_of_its_numbers_were_asked(e
         for held_out in (number(7, index) for index in range(400))
         if held_out in asked and held_out not in avoided
     ]
-    drift = {"evaluation.prompts_per_set": [128, 400]}
-    (note,) = notes_on_asked_numbers(now, drift, checkpoint)
+    saved = plain_config(before)
+    (note,) = notes_on_asked_numbers(now.task, now.seed, held_out_sets(now), saved, documents)
     assert note.startswith(f"{len(both)} of the 400 prompts of evaluation set held_out are also ")
-    assert notes_on_asked_numbers(now, {"trainer.max_steps": [1, 2]}, checkpoint) == []
