@@ -414,7 +414,7 @@ def test_page_of_a_planned_comparison_has_tests_of_difference_and_of_equality(
             ["--against", "loss=gpro"],
             "--against=loss=gpro needs what a configuration has: KEY=VALUE, or KEY alone for the "
             "value of the first. These are loss=cispo, loss=gspo, loss=reinforce, loss=grpo. Use "
-            "--against=loss=cispo.",
+            "--against=loss=grpo.",
         ),
         (["--against", "grpo"], "Use --against=loss=grpo."),
         (["--against", "lag=1"], "--against=lag=1 needs what a configuration has: KEY=VALUE"),
