@@ -159,7 +159,7 @@ def own_family(path: str, options: dict[str, object], num_splits: int) -> Family
         ) from error
     finally:
         state.restore(setting)
-    for name in ("token", "surrogate", "cuts"):
+    for name in ("token", "surrogate", "cuts", "outside"):
         # Its class may be a frozen dataclass, which refuses a plain assignment.
         object.__setattr__(family, name, _checked(getattr(family, name), setting))
     return family

@@ -16,7 +16,7 @@ import math
 from dataclasses import Field, dataclass, field, fields
 from enum import StrEnum
 from numbers import Real
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
 
 from pgtoolkit.losses.checks import check_name, shown
 
@@ -122,6 +122,27 @@ def check_parameters(declared: DataclassInstance) -> None:
             )
 
 
+def numbers_of_bounds(name: str, values: Any) -> tuple[float, float] | None:
+    """Return the bounds of the ratio that code of the user's own names, an infinite one for a None.
+
+    name: of the function or the family. Raises ValueError for other values.
+    """
+    if values is None:
+        return None
+    try:
+        low, high = values
+        low = -math.inf if low is None else float(low)
+        high = math.inf if high is None else float(high)
+    except (TypeError, ValueError, RuntimeError):
+        low = high = math.nan
+    if not low <= high:
+        raise ValueError(
+            f"the bounds of {name} need to be a pair of numbers, (low, high), with None for a side "
+            f"without a bound, as in (None, 1.2) (got {shown(values)})"
+        )
+    return low, high
+
+
 @dataclass(frozen=True)
 class Family:
     """The base class of a loss family.
@@ -165,9 +186,21 @@ class Family:
         return self.scope != "token"
 
     @property
-    def bounds(self) -> tuple[float, float]:
-        """The ratios exp(s) (low, high) between which nothing counts as clipped in the metrics."""
-        return 0.0, math.inf
+    def bounds(self) -> tuple[float | None, float | None] | None:
+        """The ratios exp(s) (low, high) outside of which a token counts as clipped in the metrics,
+        each None for an open side; None: no clip."""
+        return None
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """`bounds` as two numbers, infinite where there is none."""
+        return numbers_of_bounds(self.name, self.bounds) or (-math.inf, math.inf)
+
+    @property
+    def has_clip(self) -> bool:
+        """True if the metrics of a clip mean something: the class has bounds, or its own
+        `outside`."""
+        return self.bounds is not None or type(self).outside is not Family.outside
 
     @property
     def equation(self) -> str:
@@ -205,7 +238,8 @@ class Family:
         ratio: exp(s).
         token_log_ratio: that of each token alone, before `token`.
         """
-        return ratio < self.bounds[0], ratio > self.bounds[1]
+        low, high = self.limits
+        return ratio < low, ratio > high
 
     def cuts(
         self, low: Tensor, high: Tensor, ratio: Tensor, advantages: Tensor

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Mapping, Sized
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pgtoolkit.losses.checks import shown
 from pgtoolkit.losses.documents import DocumentSums
-from pgtoolkit.losses.family import LOG_RATIO_LIMIT, clamped
+from pgtoolkit.losses.family import LOG_RATIO_LIMIT, clamped, numbers_of_bounds
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.views import DocumentView, GroupView, Ratio, StepView
 
@@ -140,7 +138,7 @@ def evaluate(
         coefficients=coefficients,
         log_ratio=torch.where(finite, clamped(log_ratio), torch.nan),
         clamped=was_clamped,
-        bounds=_bounds(family.name, further.pop("bounds", None)),
+        bounds=numbers_of_bounds(family.name, further.pop("bounds", None)),
         metrics={
             name: spread(f"metric {name}", values).detach().to(log_probs)
             for name, values in further.items()
@@ -274,27 +272,6 @@ def _advice_on_sizes(message: str, known: Mapping[str, object]) -> str:
             "documents.spread(groups.spread(x)) for the x of groups"
         )
     return ""
-
-
-def _bounds(name: str, values: Any) -> tuple[float, float] | None:
-    """Return the bounds of the ratio that a function gives, an infinite one for a None.
-
-    Raises ValueError for other values.
-    """
-    if values is None:
-        return None
-    try:
-        low, high = values
-        low = -math.inf if low is None else float(low)
-        high = math.inf if high is None else float(high)
-    except (TypeError, ValueError, RuntimeError):
-        low = high = math.nan
-    if not low <= high:
-        raise ValueError(
-            f"the bounds of {name} need to be a pair of numbers, (low, high), with None for a side "
-            f"without a bound, as in (None, 1.2) (got {shown(values)})"
-        )
-    return low, high
 
 
 class _Spread:

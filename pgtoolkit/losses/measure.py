@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.losses.family import clamped, over_scope
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.metrics import CLIP_METRICS, MetricSums
@@ -96,7 +97,8 @@ def _with_more(objective: Objective, sums: MetricSums, log_probs: Tensor) -> Met
         kinds.append("sampling")
         limited = clamped(log_ratio)
         distance = log_ratio.abs().double()
-        means += [limited.expm1() - limited, distance, _outside(objective, log_ratio)]
+        outside = _outside(objective, log_probs, log_ratio)
+        means += [limited.expm1() - limited, distance, outside]
         maxima += [distance]
     if objective.penalties.ref_log_probs is not None or objective.penalties.divergence is not None:
         kinds.append("reference")
@@ -125,9 +127,12 @@ def _with_more(objective: Objective, sums: MetricSums, log_probs: Tensor) -> Met
 
 
 def _with_own(objective: Objective, sums: MetricSums, log_probs: Tensor) -> MetricSums:
-    """Return the sums with those of the loss's own metrics, if it is a function that has some."""
-    if not isinstance(objective.family, FunctionFamily):
-        return sums
+    """Return the sums with those of the loss's own metrics, if it is a function that has some, and
+    without those of a clip for a loss of the user's own that names no bounds."""
+    family = objective.family
+    if not isinstance(family, FunctionFamily):
+        has_none = type(family) not in FAMILIES.values() and not family.has_clip
+        return replace(sums, absent=CLIP_METRICS) if has_none else sums
     if objective.coefficients_of_step is not None:
         return replace(sums, absent=CLIP_METRICS)  # the first pass has these metrics
     if objective.calls_function:
@@ -136,7 +141,7 @@ def _with_own(objective: Objective, sums: MetricSums, log_probs: Tensor) -> Metr
         names = tuple(sorted(terms.own_metrics))
     else:
         # Such a piece has to have the same metrics as the others.
-        has_bounds, names = measured_by(objective.family)
+        has_bounds, names = measured_by(family)
         terms = None
     if names:
         vectors = [log_probs if terms is None else terms.own_metrics[name] for name in names]
@@ -145,9 +150,18 @@ def _with_own(objective: Objective, sums: MetricSums, log_probs: Tensor) -> Metr
     return replace(sums, absent=() if has_bounds else CLIP_METRICS)
 
 
-def _outside(objective: Objective, log_ratio: Tensor) -> Tensor:
-    """Return (T,) bool, True where the ratio of old to sampling probability is out of bounds."""
+def _outside(objective: Objective, log_probs: Tensor, log_ratio: Tensor) -> Tensor:
+    """Return (T,) bool, True where the ratio of old to sampling probability is out of bounds.
+
+    log_ratio: the old minus the sampling log-probs.
+    """
     family = objective.family
+    if isinstance(family, FunctionFamily):
+        bounds = objective.token_terms(log_probs).bounds
+        if bounds is None:
+            return torch.zeros_like(objective.mask)
+        ratio = objective.ratio_from_sampler()
+        return (ratio < bounds[0]) | (ratio > bounds[1])
     of_tokens, _ = family.token(log_ratio, objective.scope_advantages)
     ratio = clamped(over_scope(family.scope, of_tokens, objective.documents)).exp()
     assert objective.old_log_probs is not None

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from pgtoolkit.batch import StepTotals, without_waiting
+from pgtoolkit.batch import StepTotals
 from pgtoolkit.errors import DataError
 from pgtoolkit.losses.aggregation import Aggregation
 from pgtoolkit.losses.centering import CenteredRows, Centering
@@ -361,6 +361,15 @@ class Objective:
             evaluated.bounds,
         )
 
+    def ratio_from_sampler(self) -> Tensor:
+        """Return (T,), the ratio of a function if the policy were the old one and had been sampled
+        with the sampling log-probs: what their difference alone does to it."""
+        assert isinstance(self.family, FunctionFamily)
+        assert self.old_log_probs is not None
+        from_sampler = replace(self, old_log_probs=self.sampling_log_probs, _last_terms=[])
+        evaluated = from_sampler._evaluated(self.family, self.old_log_probs, self.weights)
+        return evaluated.log_ratio.exp()
+
     def _evaluated(self, family: FunctionFamily, log_probs: Tensor, weights: Tensor) -> Evaluated:
         """Return the function's results at all positions, 0 where it gets no token.
 
@@ -689,7 +698,7 @@ class Objective:
         for name, places, counts in self.shared:
             of_documents = self.documents.counts_here
             here = of_documents.new_zeros(len(counts)).index_add(0, places, of_documents)
-            yield name, here, without_waiting(counts, here.device)
+            yield name, here, counts.to(here.device)
 
     def not_finite(self, log_probs: Tensor | None = None) -> Tensor:
         """Return (T,) bool, True where an input or the weight of a trained token is not finite."""

@@ -16,9 +16,9 @@ Grid = tuple[Tensor, Tensor, Tensor]
 def check_family(family: Family) -> None:
     """Raise ValueError where a family's slopes or attributes disagree with its functions.
 
-    Checks shapes, the derivatives that `token` and `surrogate` return, that no token's numbers
-    depend on other tokens, `silent_without_advantage` and `reads_old_log_probs`. This is done in
-    float64, at every combination of 60 log-ratios from 5e-5 to 19 on both sides of 0, five
+    Checks shapes, `bounds`, the derivatives that `token` and `surrogate` return, that no token's
+    numbers depend on other tokens, `silent_without_advantage` and `reads_old_log_probs`. This is
+    done in float64, at every combination of 60 log-ratios from 5e-5 to 19 on both sides of 0, five
     advantages of both signs and 0, and five log-probs between -12 and -0.01. A fault that shows
     only between these points is not noticed.
     """
@@ -34,6 +34,7 @@ def check_family(family: Family) -> None:
         )
     if family.slope_of == "both" and family.by_document:
         raise ValueError(f"{name}.slope_of='both' needs scope='token' (got {family.scope!r})")
+    _ = family.limits  # which raises for bounds that are none
     grid = log_ratio, advantages, log_probs = _grid()
     x, derivative = family.token(log_ratio, advantages)
     derivative = torch.ones_like(x) if derivative is None else derivative

@@ -28,6 +28,75 @@ def test_consistent_families_of_a_user_pass_the_check():
     check_family(SquaredByDocument(tau=2.0))
 
 
+CLIP_METRICS = {
+    "clipped_ratio_fraction": 3 / 8,
+    "clipped_low_fraction": 1 / 8,
+    "clipped_high_fraction": 1 / 8,
+    "clipped_sampling_fraction": 3 / 8,
+}
+"""Of the documents of `metrics_of` under the bounds 0.8 and 1.2."""
+
+
+def metrics_of(family):
+    """Return the metrics of a document of four tokens and one of a single token."""
+    ratio = torch.tensor([0.5, 0.7, 1.1, 1.5, 0.9], dtype=torch.float64)
+    gap = torch.tensor([1.3, 1.0, 0.5, 0.6, 1.1], dtype=torch.float64)
+    old = torch.full_like(ratio, -2.0)
+    return log_prob_loss(
+        old + ratio.log(),
+        old,
+        torch.tensor([-1.0, 1.0, 1.0, 1.0, -1.0], dtype=torch.float64),
+        torch.tensor([0, 0, 0, 0, 1]),
+        torch.ones(5, dtype=torch.bool),
+        sampling_log_probs=old - gap.log(),
+        loss=family,
+        metrics="basic",
+    ).metrics
+
+
+class WithBounds(Squared):
+    bounds = 0.8, 1.2
+
+
+class OpenBelow(Squared):
+    @property
+    def bounds(self):
+        return None, 1.2
+
+
+class WithOutside(Squared):
+    def outside(self, ratio, token_log_ratio, log_probs):
+        return ratio < 0.8, ratio > 1.2
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        (WithBounds, CLIP_METRICS),
+        (WithOutside, CLIP_METRICS),
+        (
+            OpenBelow,
+            {
+                "clipped_ratio_fraction": 1 / 8,
+                "clipped_low_fraction": 0.0,
+                "clipped_high_fraction": 1 / 8,
+                "clipped_sampling_fraction": 1 / 8,
+            },
+        ),
+        (Squared, {}),
+    ],
+)
+def test_a_class_of_a_user_has_the_metrics_of_a_clip_where_it_names_one(family, expected):
+    metrics = metrics_of(family())
+    of_clips = {name: float(metrics[name]) for name in CLIP_METRICS if name in metrics}
+    assert of_clips == pytest.approx(expected)
+    assert float(metrics["ratio_new_old"]) == pytest.approx((3.8 / 4 + 0.9) / 2)
+
+
+class WrongBounds(Squared):
+    bounds = 1.2, 0.8
+
+
 class ForgottenStop(Squared):
     """A family that claims a slope by the log-prob and forgets to stop the other gradient."""
 
@@ -80,6 +149,7 @@ class Standardised(Squared):
             r"ForgottenStop.surrogate needs a slope .* by the log_ratio .* needs \.detach\(\)",
         ),
         (NotSilent, "silent_without_advantage needs a slope of 0"),
+        (WrongBounds, r"bounds of wrongbounds need to be a pair .* \(got \(1.2, 0.8\)\)"),
         (Denies, "reads_old_log_probs=False needs a surrogate without the log-ratio"),
         (WrongToken, "WrongToken.token needs a slope"),
         (WrongNear, "at a log-ratio of -0.0002.*, an advantage of -3.21"),

@@ -3,6 +3,7 @@ passes, held against plain loops."""
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -742,6 +743,43 @@ def test_a_function_may_have_one_bound_alone(bounds, low, high):
     outside = (ratio < low) | (ratio > high)
     expected = float((shares * outside).sum() / 6)
     assert float(made.metrics["clipped_ratio_fraction"]) == pytest.approx(expected)
+
+
+def clipped_by_token(log_ratio, advantages, ratio):
+    return -ratio(log_ratio) * advantages, {"bounds": (0.9, 1.1)}
+
+
+def clipped_by_quantiles(log_ratio, advantages, ratio, step):
+    r = ratio(log_ratio)
+    return -r * advantages, {"bounds": (step.quantile(r, 0.3), step.quantile(r, 0.7))}
+
+
+@pytest.mark.parametrize("loss", [clipped_by_token, of_documents_alone, clipped_by_quantiles])
+def test_the_gap_to_the_sampler_alone_is_held_against_the_bounds_of_a_function(loss):
+    """Its ratio of old to sampling log-probs, and the bounds that it has for the new ones."""
+    inputs = six_documents()
+    index = inputs["document_index"]
+    noise = torch.randn(len(index), generator=torch.Generator().manual_seed(8)).double()
+    sampling = (inputs["old_log_probs"] + 0.3 * noise).clamp(max=0.0)
+    made = step_coefficients(
+        **inputs,
+        sampling_log_probs=sampling,
+        num_documents=6,
+        loss=loss,
+        reducer=but_two,
+        metrics="basic",
+    )
+    gap = inputs["old_log_probs"] - sampling
+    low, high = 0.9, 1.1
+    if loss is of_documents_alone:
+        gap = torch.stack([gap[index == d].mean() for d in range(6)])[index]
+    if loss is clipped_by_quantiles:
+        of_step = (inputs["log_probs"] - inputs["old_log_probs"]).exp()
+        low, high = np.quantile(of_step[torch.isin(index, torch.tensor(SEEN))], [0.3, 0.7])
+    outside = (gap.exp() < low) | (gap.exp() > high)
+    expected = float((outside / torch.tensor(OF_COUNTS)[index]).sum() / 6)
+    assert 0 < expected < 1
+    assert float(made.metrics["clipped_sampling_fraction"]) == pytest.approx(expected)
 
 
 def of_tokens_and_documents(log_ratio, advantages, ratio, documents):

@@ -184,13 +184,14 @@ def note_rounded_logits(c: Config, family: Family, report: Report) -> None:
     model = c.model
     if model.name != "huggingface" or model.dtype == "float32" or model.fp32_lm_head:
         return
-    if not family.by_document or family.bounds[0] <= 1 - 1e-3:
+    low, _ = family.limits
+    if not family.by_document or low <= 1 - 1e-3:
         return
     number_type = "float16" if model.dtype == "float16" else "bfloat16"
     report.note(
         f"model.dtype={model.dtype} without model.fp32_lm_head: logits are rounded to "
         f"{number_type}. That moves a document's ratio by about epsilon "
-        f"{1 - family.bounds[0]:g} wherever its old and new log-probs come from different "
+        f"{1 - low:g} wherever its old and new log-probs come from different "
         "computations: after every update, and with rollout.old_log_probs=sampling from the "
         "start. The clip then acts on documents because of rounding."
     )
