@@ -151,6 +151,7 @@ def parity(
     for side in sides:
         if isinstance(side, TheirSide):
             facts += [*side.notes, *_on_groups(side, step), *_on_the_cut(side, len(step.attempts))]
+            facts += [] if run_dir else _on_the_size(side, len(step.attempts))
     for place, side in enumerate(sides):
         if isinstance(side, TheirSide) and pythons:
             sides[place] = run(step, side, pythons[min(place, len(pythons) - 1)])
@@ -219,6 +220,17 @@ def _on_groups(side: TheirSide, step: RecordedStep) -> Iterator[str]:
         yield (
             f"{side.trainer} makes advantages of {plural(size, 'completion')} of a prompt "
             f"({name}). The groups of this step have {in_words}, of which both sides make them."
+        )
+
+
+def _on_the_size(side: TheirSide, documents: int) -> Iterator[str]:
+    """Yield a sentence where a step of recorded rollouts has another number of documents than
+    theirs, whose logged loss is then of others."""
+    size = side.values.documents if isinstance(side.values, StepValues) else None
+    if size is not None and size != documents:
+        yield (
+            f"{side.trainer}'s step has {plural(size, 'document')} by this file, and this one "
+            f"{documents}: for theirs type accumulation.docs_per_step={size}."
         )
 
 

@@ -82,7 +82,7 @@ class Aggregation:
         counts = documents.counts
         if trajectory_index is not None:
             assert totals.tokens_per_trajectory is not None
-            counts = totals.tokens_per_trajectory.to(counts.device)[trajectory_index]
+            counts = _beside(totals.tokens_per_trajectory, counts)[trajectory_index]
         denominator = documents.broadcast(self.denominators(totals, counts, group_index).double())
         return (1.0 / denominator.where(mask, 1.0)).where(mask, 0.0)
 
@@ -137,7 +137,8 @@ class PromptMean(Aggregation):
         assert totals.tokens_per_group is not None
         assert totals.num_groups is not None
         assert group_index is not None
-        return totals.tokens_per_group.to(group_index.device)[group_index] * totals.num_groups
+        of_group = _beside(totals.tokens_per_group, group_index)
+        return of_group[group_index] * totals.num_groups
 
     def weight_sum(self, totals: StepTotals) -> float:
         assert totals.tokens_per_group is not None
@@ -224,9 +225,9 @@ class Balanced(PromptMean):
         assert totals.num_groups is not None
         signs, differs = signs_of(documents, advantages, mask)
         place = group_index, signs + 1
-        of_group = totals.completions_by_sign.to(signs.device)
+        of_group = _beside(totals.completions_by_sign, signs)
         completions = of_group[place].double()
-        tokens = totals.tokens_by_sign.to(signs.device)[place].double()
+        tokens = _beside(totals.tokens_by_sign, signs)[place].double()
         share = completions / of_group.sum(1)[group_index]
         of_document = share / (tokens.clamp(min=1) * totals.num_groups)
         of_document = of_document.where(signs != 0, 0.0).where(~differs, float("nan"))
@@ -342,3 +343,11 @@ def aggregation_of(
     check_positive("divisor", divisor, _NEEDS_DIVISOR)
     assert divisor is not None
     return Constant(divisor) if reducer is None else Custom(reducer)
+
+
+def _beside(counts: Tensor, other: Tensor) -> Tensor:
+    """Return the counts of a step's totals on the other tensor's device, without waiting for it."""
+    # The command line knows the aggregations without torch.
+    from pgtoolkit.batch import without_waiting
+
+    return without_waiting(counts, other.device)

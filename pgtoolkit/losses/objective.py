@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from pgtoolkit.batch import StepTotals
+from pgtoolkit.batch import StepTotals, without_waiting
 from pgtoolkit.errors import DataError
 from pgtoolkit.losses.aggregation import Aggregation
 from pgtoolkit.losses.centering import CenteredRows, Centering
@@ -698,7 +698,7 @@ class Objective:
         for name, places, counts in self.shared:
             of_documents = self.documents.counts_here
             here = of_documents.new_zeros(len(counts)).index_add(0, places, of_documents)
-            yield name, here, counts.to(here.device)
+            yield name, here, without_waiting(counts, here.device)
 
     def not_finite(self, log_probs: Tensor | None = None) -> Tensor:
         """Return (T,) bool, True where an input or the weight of a trained token is not finite."""

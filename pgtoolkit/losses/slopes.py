@@ -34,7 +34,7 @@ def check_family(family: Family) -> None:
         )
     if family.slope_of == "both" and family.by_document:
         raise ValueError(f"{name}.slope_of='both' needs scope='token' (got {family.scope!r})")
-    _ = family.limits  # which raises for bounds that are none
+    _ = family.limits  # raises ValueError for bounds that are not two numbers
     grid = log_ratio, advantages, log_probs = _grid()
     x, derivative = family.token(log_ratio, advantages)
     derivative = torch.ones_like(x) if derivative is None else derivative

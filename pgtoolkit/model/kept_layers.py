@@ -105,7 +105,7 @@ class KeepsByMemory:
             self._before = torch.cuda.memory_allocated()
 
     def end_step(self, peak: int, micro_batches: Sequence[MicroBatch]) -> None:
-        """Decide after the first step with an update, as all ranks do.
+        """Decide after the first update of which some rank had a document, as all ranks do.
 
         peak: most bytes in use. micro_batches: of this rank.
         """
@@ -116,7 +116,9 @@ class KeepsByMemory:
         memory = StepMemory(self._before, after, peak, room(), max(tokens, default=0))
         sizes = [*self._sizes, *(layer.size for layer in self._measured)]
         of_rank = (memory, functools.reduce(BytesOfToken.larger, sizes))
-        self._keep(self.decided(gather_objects(of_rank, self._layout.world_group)))
+        of_ranks = gather_objects(of_rank, self._layout.world_group)
+        if any(memory.tokens for memory, _ in of_ranks):
+            self._keep(self.decided(of_ranks))
 
     def decided(self, of_ranks: Sequence[tuple[StepMemory, BytesOfToken]]) -> KeptLayers:
         """Return what all ranks keep, given for each its memory in a step that kept nothing, and
@@ -197,7 +199,9 @@ class MeasuredLayer:
         self._layer._gradient_checkpointing_func = self._checkpoint
 
     def __call__(self, forward: Callable[..., Tensor], hidden: Tensor, *more: object) -> Tensor:
-        if hidden.numel() > self._most_numbers:
+        # Older versions of transformers come here in passes without gradients, too, which save
+        # nothing.
+        if torch.is_grad_enabled() and hidden.numel() > self._most_numbers:
             self._most_numbers = hidden.numel()
             num_tokens = hidden.numel() // hidden.shape[-1]
             saved = self._bytes_saved(forward, hidden, *more)

@@ -134,7 +134,8 @@ def test_gradients_are_the_same_bits_whichever_layers_of_autograd_are_kept(monke
 
 def test_what_autograd_would_keep_of_a_layer_is_what_it_does_keep():
     """By the memory of a process, which has the layer's output too, but has cosines and sines of
-    the positions, 2 x 4 numbers a token, for all layers. The largest micro-batch is measured."""
+    the positions, 2 x 4 numbers a token, for all layers. The largest micro-batch is measured, and
+    no pass without gradients, which transformers 5.17 checkpoints too."""
     policy = small_policy("qwen3_lora_by_document")
     policy.model.float()
     KeepsByMemory([policy], 1000, ONE_PROCESS)
@@ -142,6 +143,8 @@ def test_what_autograd_would_keep_of_a_layer_is_what_it_does_keep():
     measured = layer._gradient_checkpointing_func
     for length in (3, 90, 40):
         policy.hidden_states(packed((length,)))
+    with torch.no_grad():
+        measured(lambda hidden: 2 * hidden, torch.ones(1, 100, 16))
     layer.gradient_checkpointing = False
     inputs = []
     layer.register_forward_pre_hook(
@@ -153,6 +156,19 @@ def test_what_autograd_would_keep_of_a_layer_is_what_it_does_keep():
         out = layer(*arguments, **options)
     taken = sum(event.self_cpu_memory_usage for event in profiler.key_averages())
     assert measured.size == (4 * 16, 0, pytest.approx((taken - out.nbytes) / 90 + 4 * 2 * 4, abs=1))
+
+
+def test_nothing_is_decided_by_a_step_without_documents(monkeypatch):
+    policy = small_policy("qwen3_lora_by_document")
+    keeps = KeepsByMemory([policy], 9, ONE_PROCESS)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**12))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    keeps.begin_step()
+    keeps.end_step(1000, [])
+    assert keeps.kept is None
+    policy.hidden_states(packed((9,)))
+    keeps.end_step(1000, [packed((9,))])
+    assert keeps.kept == KeptLayers(2, 2, 1000 + 2 * 9 * keeps._measured[0].size.products)
 
 
 @pytest.fixture(scope="module")

@@ -61,11 +61,13 @@ def test_the_fused_head_has_the_gradient_of_plain_logits(tied):
 
 
 @pytest.mark.gpu
-def test_an_update_does_not_wait_for_the_gpu_before_its_last_micro_batch(tmp_path):
+@pytest.mark.parametrize("aggregation", ["sample_mean", "prompt_mean", "balanced"])
+def test_an_update_does_not_wait_for_the_gpu_before_its_last_micro_batch(tmp_path, aggregation):
     """Every ratio is 1 by construction; PyTorch raises where the host would wait."""
     path = save_with_tokenizer(small_llama(hidden_size=32, num_hidden_layers=2), tmp_path / "model")
     overrides = (
         "loss=gspo",
+        f"aggregation={aggregation}",
         "kernel=fused_linear",
         "model.dtype=bfloat16",
         "model.gradient_checkpointing=true",
