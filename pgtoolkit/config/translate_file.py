@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
@@ -11,7 +12,7 @@ from pathlib import Path
 from pgtoolkit.config.elsewhere import Table, flat, tables
 from pgtoolkit.config.translate_launcher import LaunchFiles
 from pgtoolkit.config.translate_program import PUNISHMENT, Program, Unread
-from pgtoolkit.config.translate_shell import Script
+from pgtoolkit.config.translate_shell import Command, Script
 from pgtoolkit.errors import ConfigError, as_storage_error
 from pgtoolkit.system.report import near_path, refusal, text
 from pgtoolkit.system.yaml_text import plain_yaml
@@ -240,7 +241,8 @@ def _script(content: str, folder: Path | None = None) -> TheirConfig:
     configs = []
     others = []
     lost: list[str] = []
-    for words in Script(content, folder).commands:
+    for command in _commands(content, folder):
+        words = command.words
         program = _started(words) if folder is not None else None
         problem = _problem(program, folder) if program else ""
         started = words[words.index("-m") + 1 :] if "-m" in words else words
@@ -263,12 +265,25 @@ def _script(content: str, folder: Path | None = None) -> TheirConfig:
             if _UNKNOWN(word) and (before[:2] != "--" or _SEVERAL(word))
         ]
         configs[-1].assumed += dict.fromkeys(f"{word} sets nothing" for word in unknown)
+        configs[-1].assumed += command.assumed
     if not configs:
         raise ValueError(f"a script that starts {[*others, 'neither of them with its keys'][0]}")
     if len(configs) > 1:
         configs[0].assumed.append(f"the first of its {len(configs)} commands is meant")
     configs[0].lost += lost
     return configs[0]
+
+
+def _commands(content: str, folder: Path | None) -> list[Command]:
+    """Return the commands of a script; of a text around some, which lies in no folder, those of the
+    lines that are any."""
+    if folder is not None:
+        return Script(content, folder).commands
+    commands = []
+    for line in re.split(r"(?<!\\)\n", content):
+        with contextlib.suppress(ValueError):
+            commands += Script(line).commands
+    return commands
 
 
 def _launched(words: list[str], folder: Path | None) -> TheirConfig:

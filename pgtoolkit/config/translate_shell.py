@@ -1,134 +1,561 @@
-"""Reads the commands of a shell script as bash would expand them, without running anything.
+"""Reads the commands of a shell script, without running anything.
 
-What a script does not say is left as written, with its `$`: the value of a variable that it
-does not set, or that it sets in a branch or a loop.
+It is started in the current folder, without arguments. What it does not say is left as written,
+with its `$`: the value of a variable that it does not set, or whose value is not plainly seen.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
-# Possessive repetitions (`++`, `*+`), so that no text takes long.
-_CODE = r"\$\((?:[^()]|\((?:[^()]|\([^()]*+\))*+\))*+\)"
-_BRACED = r"\$\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+\}"
-_EXPANDED = rf"{_CODE}|{_BRACED}|\$[\w#@*]+"
-_INNER = rf"""(?:\\[\s\S]|{_CODE}|{_BRACED}|[^"\\])*+"""
-_TOKEN = re.compile(
-    rf"""(?:[ \t\r]|\\\n)++|(?<![^\s(])\#.*|(?P<sign>[;&|()\n]|\d*[<>])"""
-    rf"""|(?P<word>(?:\\.|'[^']*'|"{_INNER}"|{_EXPANDED}|[^\s;&|()<>"'\\])++)"""
+from pgtoolkit.config.shell_syntax import (
+    Arithmetic,
+    Branches,
+    Case,
+    Chain,
+    Function,
+    Loop,
+    Pipeline,
+    Sequence,
+    Simple,
+    Statement,
+    Subshell,
+    Word,
+    parsed,
 )
-_PIECE = re.compile(rf"""\\(.)|'([^']*)'|"({_INNER})"|({_EXPANDED})""")
-_ITSELF = r"\$\{?(?:0|BASH_SOURCE(?:\[0\])?)\}?"
-_DIRNAME = rf"\$\(dirname(?:--)?(?:{_ITSELF}|\$\((?:realpath|readlink-f)(?:--)?{_ITSELF}\))\)"
-_OWN_FOLDER = re.compile(
-    rf"{_DIRNAME}|\$\(cd(?:--)?{_DIRNAME}(?:[12&]?>[&>/\w]*)?&&pwd(?:-P)?\)"
-).fullmatch
-"""Matches what a script finds its own folder by, without blanks and quotes."""
+from pgtoolkit.config.shell_words import (
+    ASSIGNMENT,
+    NAME,
+    State,
+    Value,
+    Words,
+    changed,
+    is_known,
+    is_several,
+    merged,
+)
 
-_NUMBERS = re.compile(r"(?:[\d+/%)-]|\*(?!\*)|(?<![\d)])\()+")
-_BEGIN = ("if", "case", "for", "while", "until", "select")
-_END = ("fi", "esac", "done")
-_BEFORE_COMMANDS = ("then", "else", "do", "export", "local", "readonly", "declare")
+_ENVIRONMENT = re.compile(
+    r"conda|/activate\b|bashrc|/\.?(?:bash_)?profile\b|set_env\.sh|setvars\.sh"
+)
+"""Finds what sets up a terminal or an environment."""
+
+_READERS = ("read", "readarray", "mapfile", "getopts")
+_SETS = {"printf": "-v", "wait": "-p"}
+"""The option by which a builtin sets a variable."""
+
+_DECLARATIONS = ("export", "declare", "typeset", "local", "readonly")
+_SUCCEEDS = ("cd", "pushd", "popd", "echo", "printf", "mkdir", "set", "shopt", "ulimit", "shift")
+_STEPS = 20_000
+_CALLS = 20
 
 
-class Script:
-    """A shell script. commands: the words of each command, expanded.
+@dataclass
+class Command:
+    """A command. words: as bash hands them over. assumed: sentences on how they were read."""
 
-    folder: the one that the script lies in, seen from the current one; None: it is not known. The
-        script is started in the current folder.
+    words: list[str]
+    assumed: list[str]
+
+
+class Script(Words):
+    """A shell script. commands: those that it runs or may run, in their order.
+
+    folder: the one that the script lies in, seen from the current one; None: it is not known.
+    Raises ValueError for a text that is no script.
     """
 
     def __init__(self, script: str, folder: Path | None = None):
-        self.commands: list[list[str]] = []
-        self._values = {"HOME": ["~"], "PWD": ["."]}
-        self._folder = folder
-        depth = 0  # of branches and loops
-        array = ""  # the name of one whose bracket is open, with its sign
-        words: list[str] = []
-        for token in _TOKEN.finditer(f"{script}\n;"):
-            if token["word"]:
-                words.append(token["word"])
-            elif token["sign"] == "(" and words and words[-1].endswith("="):
-                array = words[-1]
-                words = []
-            elif array and token["sign"] == ")":
-                self._assign(array, words, depth)
-                array = ""
-                words = []
-            elif token["sign"] and not array:
-                depth += sum((word in _BEGIN) - (word in _END) for word in words[:1])
-                while words and words[0] in _BEFORE_COMMANDS:
-                    words = words[1:]
-                if all(re.match(r"[A-Za-z_]\w*\+?=", word) for word in words):
-                    for name, sign, value in (word.partition("=") for word in words):
-                        self._assign(name + sign, [value], depth)
+        super().__init__(folder)
+        self.commands: list[Command] = []
+        self._home = folder
+        self._assumed: list[str] = []
+        self._file = ""
+        self._left: list[list[State]] = [[]]  # states at `return`, of each function
+        self._broken: list[list[State]] = [[]]  # states at `break`, of each loop
+        self._depth = 0  # of functions
+        self._steps = 0
+        self._run(parsed(script))
+
+    def _run(self, node: Statement) -> bool | None:
+        """Follow a statement; return whether it succeeds, None where that is not known."""
+        if self._now.over:
+            return None
+        self._steps += 1
+        if self._steps > _STEPS:
+            raise ValueError("its loops and functions are too many to follow")
+        place = self._place
+        first_line = node.raw.strip().partition("\n")[0]
+        self._place = f"line {node.line}{self._file}, {first_line[:60]}"
+        try:
+            return self._followed(node)
+        finally:
+            self._place = place
+
+    def _followed(self, node: Statement) -> bool | None:
+        match node:
+            case Simple():
+                return self._simple(node)
+            case Sequence():
+                status: bool | None = True
+                for statement, in_background in zip(
+                    node.statements, node.in_background, strict=True
+                ):
+                    if in_background:
+                        self._apart(statement)
+                        status = True
+                    else:
+                        status = self._run(statement)
+                return status
+            case Chain():
+                return self._chain(node)
+            case Pipeline():
+                if len(node.statements) == 1:
+                    status = self._run(node.statements[0])
                 else:
-                    self.commands.append(self._expanded(words))
-                    if words[0] in ("cd", "pushd", "popd"):
-                        self._values.pop("PWD", None)  # no longer the current folder
-                        self._folder = None  # $0 may be seen from the folder before
-                words = []
+                    for statement in node.statements:
+                        status = self._apart(statement)
+                return not status if node.negated and status is not None else status
+            case Subshell():
+                return self._apart(node.body)
+            case Arithmetic():
+                result = self._number(node.expression)
+                self._forget(changed(node.expression))
+                return None if result is None else result != 0
+            case Function():
+                self._now.functions[node.name] = [node.body]
+                return True
+            case Branches():
+                return self._branches(node)
+            case Case():
+                return self._case(node)
+            case Loop():
+                self._loop(node)
+        return None
 
-    def _assign(self, name: str, words: list[str], depth: int) -> None:
-        """Set or extend a variable. name: with its sign, `=` or `+=`.
+    def _apart(self, node: Statement) -> bool | None:
+        """Follow what runs in a shell of its own, whose variables end with it."""
+        before = self._now.copied()
+        status = self._run(node)
+        self._now = before
+        return status
 
-        In a branch or a loop only what it is set to before as well is certain; else a setting
-        keeps its key, and its value is the variable's name.
-        """
-        values = self._expanded(words)
-        adds = name.endswith("+=")
-        name = name.rstrip("+=")
-        before = self._values.get(name, [])
-        if depth:  # what held before may hold as well
-            certain = {*" ".join(before).split()} & {*" ".join(values).split()}
+    def _either(self, ways: Iterable[Callable[[], object]]) -> None:
+        """Follow several ways, one of which is taken."""
+        before = self._now
+        states = []
+        for way in ways:
+            self._now = before.copied()
+            way()
+            states.append(self._now)
+        self._now = self._joined(states)
 
-            def known(part: re.Match[str]) -> str:
-                return part[0] if part[0] in certain else f"{part[1] or ''}${name}"
+    def _joined(self, states: list[State]) -> State:
+        """Return what holds where one of these states does."""
+        alive = [state for state in states if not state.over]
+        if len(alive) < 2:
+            return alive[0] if alive else states[0]
+        joined = alive[0].copied()
+        for name in dict.fromkeys(name for state in alive for name in state.values):
+            held = [state.values.get(name) for state in alive]
+            if any(value != held[0] for value in held) and name == "PWD":
+                joined.values.pop(name, None)
+            elif any(value != held[0] for value in held):
+                values = [[] if value is None else value for value in held]
+                joined.values[name] = reduce(lambda one, two: merged(name, one, two), values)
+                self._reasons[name] = self._place
+        for name in dict.fromkeys(name for state in alive for name in state.functions):
+            made = [may for state in alive for may in state.functions.get(name, [None])]
+            joined.functions[name] = [may for at, may in enumerate(made) if may not in made[:at]]
+        for name in dict.fromkeys(name for state in alive for name in state.hidden):
+            if any(name not in state.hidden for state in alive):
+                joined.hidden[name] = f"${name}"
+                self._reasons[name] = self._place
+        joined.opened = next((state.opened for state in alive if state.opened), "")
+        if any(state.folder != joined.folder for state in alive):
+            joined.folder = None
+        return joined
 
-            words = values if adds else [*before, *values]
-            known_words = [re.sub(r"(\S+?=)?\S+", known, word) or f"${name}" for word in words]
-            values = [*dict.fromkeys(known_words)]
-        self._values[name] = [*before, *values] if adds else values
+    def _chain(self, node: Chain) -> bool | None:
+        pairs = [*zip(node.signs, node.statements, strict=True)]
+        status = self._run(pairs[0][1])
+        at = 1
+        while at < len(pairs):
+            sign, statement = pairs[at]
+            at += 1
+            if status is not None:
+                status = self._run(statement) if status == (sign == "&&") else status
+                continue
+            behind = [statement]
+            while at < len(pairs) and pairs[at][0] == sign:  # what depends on the same status
+                behind.append(pairs[at][1])
+                at += 1
+            signs = ["", *[sign] * (len(behind) - 1)]
+            rest = Chain(node.line, node.raw, behind, signs)
+            self._either([lambda: None, lambda rest=rest: self._run(rest)])
+        return status
 
-    def _expanded(self, words: list[str]) -> list[str]:
-        """Return words without their quotes, with the values of variables."""
-        expanded = []
-        for word in words:
-            variable = re.fullmatch(r'("?)\$\{?(\w+)(?:\[[@*]\])?\}?"?', word)
-            values = self._values.get(variable[2]) if variable else None
-            if variable is None or values is None:
-                expanded.append(_PIECE.sub(self._piece, word))
+    def _branches(self, node: Branches) -> bool | None:
+        """Follow the branches that may be taken."""
+        statuses: list[bool | None] = []
+
+        def follow(branches: list[tuple[Sequence | None, Sequence]]) -> None:
+            if not branches:
+                statuses.append(True)
+                return
+            condition, body = branches[0]
+            holds = True if condition is None else self._run(condition)
+            if holds is None:
+                self._either(
+                    [lambda: statuses.append(self._run(body)), lambda: follow(branches[1:])]
+                )
+            elif holds:
+                statuses.append(self._run(body))
             else:
-                expanded += values if variable[1] else " ".join(values).split()
-        return expanded
+                follow(branches[1:])
 
-    def _piece(self, match: re.Match[str]) -> str:
-        """Return what a part of a word stands for, which is in quotes or an expansion."""
-        escaped, literal, quoted, expression = match.groups()
-        if quoted is not None:
-            joined = quoted.replace("\\\n", "")
-            return re.sub(_EXPANDED, lambda part: self._value(part[0]), joined)
-        return escaped or literal or (self._value(expression) if expression else "")
+        follow(node.branches)
+        return statuses[0] if len({*statuses}) == 1 else None
 
-    def _value(self, expression: str) -> str:
-        """Return the value of `$NAME`, `${NAME:-other}`, `$((a * b))`, or the expression itself."""
-        if expression.startswith("$(("):
-            numbers = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", r"${\1}", expression[3:-2])
-            numbers = re.sub(r"\s", "", _PIECE.sub(self._piece, numbers)).replace("/", "//")
-            with contextlib.suppress(ArithmeticError, SyntaxError):
-                return str(eval(numbers)) if _NUMBERS.fullmatch(numbers) else expression
-        if expression.startswith("$("):
-            command = re.sub(r"[\s\"']", "", expression)
-            if command in ("$(pwd)", "$(pwd-P)"):
-                expression = "$PWD"
-            elif self._folder is not None and _OWN_FOLDER(command):
-                return str(self._folder)
-        match = re.fullmatch(r"\$\{?(\w+)(?::?-(.*))?\}?", expression, re.S)
-        if match is None:
-            return expression
-        values = self._values.get(match[1])
-        if match[2] is not None and not any(values or []):
-            return _PIECE.sub(self._piece, match[2].removesuffix("}"))
-        return expression if values is None else " ".join(values)
+    def _case(self, node: Case) -> None:
+        """Follow the clauses of which one is taken."""
+        word = self._text(node.word.pieces)
+        possible: list[Callable[[], object]] = []
+        for patterns, body in node.clauses:
+            texts = [self._text(pattern.pieces) for pattern in patterns]
+            is_taken = "*" in [pattern.raw for pattern in patterns]
+            is_open = any(re.search(r"[*?[$`\\]", text) for text in texts)
+            is_taken |= is_known(word) and word in texts and not is_open
+            if is_taken or is_open or not is_known(word):
+                possible.append(lambda body=body: self._run(body))
+            if is_taken and not node.falls:
+                break
+        else:
+            possible.append(lambda: None)
+        if node.falls:
+            for way in possible:
+                self._either([way, lambda: None])
+        else:
+            self._either(possible)
+
+    def _loop(self, node: Loop) -> None:
+        """Follow the body of a loop until what it sets is what it begins with."""
+        first = len(self.commands)
+        words = None if node.words is None else self._fields(node.words)
+        is_one = words is not None and len(words) == 1 and not re.search(r"[$`*?[]", words[0])
+        if words == []:
+            return
+        while True:
+            del self.commands[first:]
+            before = self._now.copied()
+            if node.sign in ("while", "until"):
+                holds = self._run(node.condition) if node.condition else None
+                if holds == (node.sign == "until"):
+                    return  # the body is not reached, or no longer
+            elif node.name.startswith("(("):
+                self._forget(changed(node.name))
+            elif is_one and words:
+                self._assign(node.name, words[0])
+            else:
+                self._forget([node.name])
+            skipped = self._now.copied()
+            self._broken.append([])
+            self._run(node.body)
+            states = [self._now, *self._broken.pop()]
+            self._now = self._joined([*states, *([] if is_one else [skipped, before])])
+            if is_one or self._now.over or self._now == before:
+                return
+
+    def _call(self, bodies: list[Statement | None], words: list[str]) -> bool | None:
+        """Follow a function. bodies: what its name may be."""
+        if len(self._left) > _CALLS:
+            self._open("it calls itself")
+            return None
+        arguments = self._now.values.pop("@", None)
+        hidden = self._now.hidden
+        self._now.hidden = {}
+        if words[1:] != ["$@"]:
+            self._now.values["@"] = words[1:]
+        elif arguments is not None:
+            self._now.values["@"] = arguments
+        self._left.append([])
+        self._depth += 1
+        broken = self._broken
+        self._broken = [[]]
+        statuses: list[bool | None] = []
+        self._either(
+            [lambda body=body: body and statuses.append(self._run(body)) for body in bodies]
+        )
+        returned = self._left.pop()
+        self._depth -= 1
+        self._broken = broken
+        self._now = self._joined([self._now, *returned])
+        for name, value in self._now.hidden.items():
+            self._set(name, value)
+        self._now.hidden = hidden
+        self._set("@", arguments)
+        return statuses[0] if len(statuses) == 1 and not returned else None
+
+    def _assume(self, sentence: str) -> None:
+        if sentence not in self._assumed:
+            self._assumed.append(sentence)
+
+    def _simple(self, node: Simple) -> bool | None:
+        """Follow assignments, a builtin that changes variables, a function or a command."""
+        is_setting = [ASSIGNMENT(word.raw) is not None for word in node.words]
+        count = [*is_setting, False].index(False)
+        if count == len(node.words):
+            for word in node.words:
+                self._assignment(word)
+            runs = any(piece.text[:2] in ("$(", "`") for w in node.words for piece in w.pieces)
+            return None if runs else True
+        before = [self._text(word.pieces) for word in node.words[:count]]
+        words = node.words[count:]
+        if words[0].raw in _DECLARATIONS:
+            return self._declaration(words)
+        if words[0].raw == "[[":
+            return self._test(words[1:-1], is_new=True)
+        if words[0].raw in ("[", "test"):
+            is_closed = words[0].raw == "["
+            return self._test(words[1 : len(words) - is_closed], is_new=False)
+        fields = self._fields(words)
+        is_plain = False
+        while fields and fields[0] in ("command", "builtin", "exec"):
+            ends = fields.pop(0) == "exec" and fields
+            is_plain = True
+            if ends:
+                self._command(fields, before)
+                self._now.over = True
+                return None
+        if not fields:
+            return True
+        bodies = self._now.functions.get(fields[0]) if not is_plain else None
+        if bodies is not None:
+            if before:  # which hold in the function alone
+                saved = {name: self._now.values.get(name) for name in _names(before)}
+                for word in node.words[:count]:
+                    self._assignment(word)
+                status = self._call(bodies, fields)
+                for name, value in saved.items():
+                    self._set(name, value)
+                return status
+            if None in bodies:
+                self._command(fields, before)
+            return self._call(bodies, fields)
+        return self._command(fields, before)
+
+    def _command(self, words: list[str], before: list[str]) -> bool | None:
+        """Note a command, and follow what a builtin changes. before: its own variables."""
+        name = words[0]
+        rest = words[1:]
+        names = [word.partition("[")[0] for word in rest]
+        names = [word for word in names if NAME(word)]
+        is_seen = not any(map(is_several, rest))
+        if name in ("true", ":", "false"):
+            return name != "false"
+        if name in _READERS or _SETS.get(name) in rest:
+            also = {"getopts": ["OPTARG", "OPTIND"], "readarray": ["MAPFILE"]}
+            also |= {"read": ["REPLY"], "mapfile": ["MAPFILE"]}
+            self._forget([*names, *also.get(name, [])])
+            if not is_seen and name != "printf":
+                self._open("its names are not known")
+            if name == "getopts" and "@" not in self._now.values:
+                return False  # since there is no argument
+        elif name == "let":
+            self._forget([name for word in rest for name in changed(word)])
+            if not is_seen:
+                self._open("its names are not known")
+        elif name == "unset":
+            self._unset(rest)
+        elif name in ("eval", ".", "source"):
+            return self._sourced(name, rest)
+        elif name == "shift":
+            self._shift(rest)
+        elif name == "set":
+            self._arguments(rest)
+        elif name in ("exit", "return", "break", "continue"):
+            if name == "return" and len(self._left) == 1:
+                return False  # an error, which ends nothing
+            if name == "return":
+                self._left[-1].append(self._now.copied())
+            elif name != "exit":
+                for broken in self._broken[1:]:  # of how many loops is not looked at
+                    broken.append(self._now.copied())
+            self._now.over = True
+        elif name in ("shopt", "trap", "alias") and re.search(
+            r"lastpipe|expand_aliases|\b(DEBUG|ERR|RETURN)\b", " ".join(rest)
+        ):
+            self._open("it changes how commands are read")
+        else:
+            if name in ("cd", "pushd", "popd"):
+                self._now.values.pop("PWD", None)  # no longer the current folder
+                self._now.folder = None  # $0 may be seen from the folder before
+            self._note([*before, *words])
+        return True if name in _SUCCEEDS else None
+
+    def _note(self, words: list[str]) -> None:
+        """Note a command with what is to be said of its words."""
+        text = " ".join(words)
+        named = dict.fromkeys(re.findall(r"\$\{?[!#]?(\w+)", text))
+        places: dict[str, list[str]] = {}
+        for name in named:
+            if name in self._reasons:
+                places.setdefault(self._reasons[name], []).append(f"${name}")
+        opened = [self._now.opened] if self._now.opened else []
+        unknown = [
+            f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not known after {place}"
+            for place, names in places.items()
+            if not opened or place not in opened[0]
+        ]
+        self.commands.append(Command(words, [*self._assumed, *opened, *unknown]))
+
+    def _unset(self, words: list[str]) -> None:
+        for word in words:
+            if "[" in word:
+                self._forget([word.partition("[")[0]])
+            elif not is_known(word):
+                self._open("its names are not known")
+            elif not word.startswith("-"):
+                if "-f" in words or word not in self._now.values:
+                    self._now.functions.pop(word, None)
+                if "-f" not in words:
+                    self._now.values[word] = []
+
+    def _shift(self, words: list[str]) -> None:
+        arguments = self._now.values.get("@")
+        if isinstance(arguments, list):
+            count = words[0] if words else "1"
+            if count.isdigit() and "$" not in "".join(arguments[: int(count)]):
+                self._now.values["@"] = arguments[int(count) :]
+            else:
+                self._forget(["@"])
+
+    def _arguments(self, words: list[str]) -> None:
+        """Follow `set`."""
+        if "--" in words:
+            self._now.values["@"] = words[words.index("--") + 1 :]
+        elif words and not words[0].startswith(("-", "+")):
+            self._now.values["@"] = words
+
+    def _sourced(self, name: str, words: list[str]) -> bool | None:
+        """Follow the statements of another file, or of a text."""
+        if not words:
+            return True
+        text = " ".join(words)
+        file = self._file
+        folder = self._now.folder
+        if _ENVIRONMENT.search(text):
+            self._assume(f"{self._place} sets no variable of these")
+            return None
+        if name == "eval":
+            if not is_known(text):
+                self._open("its text is not known")
+                return None
+        else:
+            path = Path(words[0]).expanduser()
+            places = [path, *([self._home / path] if self._home else [])]
+            if "PWD" not in self._now.values and not path.is_absolute():
+                places = []
+            found = next((place for place in places if place.is_file()), None)
+            if found is None or found.stat().st_size > 1 << 20 or not is_known(words[0]):
+                self._open(f"{words[0]} is not found" if found is None else "it is not read")
+                return None
+            text = found.read_text(encoding="utf-8", errors="replace")
+            self._file = f" of {found}"
+            self._now.folder = folder if found.parent == self._home else None
+            self._assume(f"{found}, which it sources, is read")
+        if len(self._left) > _CALLS:
+            self._open("it calls itself")
+            return None
+        try:
+            body = parsed(text)
+        except ValueError:
+            self._file = file
+            self._open("it is not read as bash")
+            return None
+        arguments = self._now.values.get("@")
+        if words[1:] and name != "eval":
+            self._now.values["@"] = words[1:]
+        self._left.append([])
+        status = self._run(body)
+        self._now = self._joined([self._now, *self._left.pop()])
+        if words[1:] and name != "eval":
+            self._set("@", arguments)
+        self._file = file
+        if folder is not None and "PWD" in self._now.values:
+            self._now.folder = folder
+        return status
+
+    def _declaration(self, words: list[Word]) -> bool | None:
+        """Follow `export`, `local` and the like."""
+        kind = words[0].raw
+        options = "".join(word.raw[1:] for word in words if word.raw.startswith(("-", "+")))
+        if "f" in options or "p" in options:
+            return True
+        if "n" in options and kind != "export":
+            self._open("it names a variable by another")
+        is_own = self._depth > 0 and kind not in ("export", "readonly") and "g" not in options
+        if kind == "local" and not is_own:
+            return False  # an error, which sets nothing
+        runs = False
+        for word in words[1:]:
+            if word.raw.startswith(("-", "+")):
+                continue
+            setting = ASSIGNMENT(word.raw)
+            expanded = [word.raw] if setting else self._fields([word])
+            runs |= any(piece.text.startswith(("$(", "`")) for piece in word.pieces)
+            for text in expanded:
+                name = setting[1] if setting else text.partition("=")[0]
+                if not NAME(name):
+                    self._open("its names are not known")
+                    continue
+                if is_own:
+                    self._now.hidden.setdefault(name, self._now.values.get(name))
+                if {*"iluA"} & {*options}:
+                    self._odd.add(name)
+                if setting:
+                    self._assignment(word)
+                elif "=" in text:
+                    self._assign(name, text.partition("=")[2])
+                elif is_own:
+                    self._now.values[name] = []
+                elif name in self._odd:
+                    self._forget([name])
+        return None if runs else True
+
+    def _assignment(self, word: Word) -> None:
+        """Follow `NAME=value`, `NAME+=value`, `NAME=(...)` or `NAME[...]=value`."""
+        setting = ASSIGNMENT(word.raw)
+        assert setting is not None
+        name, subscript, adds = setting.groups()
+        text = self._text(word.pieces)
+        elements = None if word.array is None else self._fields(word.array)
+        by_index = any(element.raw.startswith("[") for element in word.array or [])
+        if subscript is not None or by_index:
+            self._forget([name])
+            return
+        added = text[len(setting[0]) :]
+        value: Value = added if elements is None else elements
+        held = self._now.values.get(name, f"${name}" if self._now.opened else [])
+        if adds:
+            value = _sum(held, value)
+        self._assign(name, value)
+        if adds and elements is None and " $" in str(held) and not added[:1].isspace():
+            self._forget([name])  # it makes a word longer, of which is not known which
+
+
+def _sum(held: Value, added: Value) -> Value:
+    """Return what `+=` makes of a value: of an array with a text its first element is longer."""
+    if isinstance(added, list):
+        return [*([held] if isinstance(held, str) else held), *added]
+    if isinstance(held, str) or not held:
+        return "".join(held) + added
+    return [held[0] + added, *held[1:]]
+
+
+def _names(settings: list[str]) -> list[str]:
+    return [text.partition("=")[0].rstrip("+") for text in settings]

@@ -1659,7 +1659,8 @@ PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo \\
 
 
 def test_a_shell_script_is_read_as_bash_expands_it(tmp_path):
-    (words,) = [words for words in Script(SCRIPT).commands if "verl.trainer.main_ppo" in words]
+    commands = [command.words for command in Script(SCRIPT).commands]
+    (words,) = [words for words in commands if "verl.trainer.main_ppo" in words]
     assert words[words.index("verl.trainer.main_ppo") + 1 :] == [
         "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
@@ -1728,7 +1729,11 @@ python -m $MAIN $ACTOR $CHANGED $KL "${SIZES[@]}" $BEHIND $@ data.max_prompt_len
     }
     translation = translated(tmp_path, "run.sh", script)
     assert found(translation, expected) == expected
-    assert translation.theirs.assumed == ["$KL sets nothing", "$BEHIND sets nothing"]
+    place = "line 8, if [ $x = y ]; then"
+    assert translation.theirs.assumed == [
+        "$BEHIND sets nothing",
+        f"$ACTOR and $CHANGED and $KL and $SIZES and $BEHIND are not known after {place}",
+    ]
 
 
 def test_words_are_those_that_bash_gives_to_the_command(tmp_path):
@@ -1739,26 +1744,26 @@ list=(x.y=1 'z w' "$one" # and
   ${nothing-last})
 list+=(more)
 export number=$((7 / 2)) other=\\$one
-command first $one "$one" "${list[@]}" ${list[@]} k="$both" "['$one', '$number']" '$one' \\
+run first $one "$one" "${list[@]}" ${list[@]} k="$both" "['$one', '$number']" '$one' \\
   --flag $unset_before "$other" "${one:-other}" "a\\
 b" c\\ d 2>/dev/null
 """.replace("\\\\", "\\")
     printed = subprocess.run(
-        ["bash", "-c", f"command() {{ printf '%s\\n' \"$@\"; }}; {script}"],
+        ["bash", "-c", f"run() {{ printf '%s\\n' \"$@\"; }}; {script}"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert ["command", *printed.stdout.splitlines()] == Script(script).commands[0]
+    assert ["run", *printed.stdout.splitlines()] == Script(script).commands[0].words
 
 
 def test_a_damaged_script_is_read_at_once():
     """Each of these took seconds for 14 words, and doubled with every other one."""
     for script in ("X=(" + " a b" * 300, "X=(" + " " * 600, 'X="' + "$(a " * 300, "${" * 300):
         start = time.perf_counter()
-        Script(script)
+        with pytest.raises(ValueError, match="is not read as bash"):
+            Script(script)
         assert time.perf_counter() - start < 1
-    assert Script("command $((1 / 0)) $((2 ** 99)) $((3 (4)))").commands == [
-        ["command", "$((1 / 0))", "$((2 ** 99))", "$((3 (4)))"]
-    ]
+    (command,) = Script("run $((1 / 0)) $((2 ** 99)) $((3 (4)))").commands
+    assert command.words == ["run", "$((1 / 0))", "$((2 ** 99))", "$((3 (4)))"]
 
 
 PYTHON = """

@@ -1,0 +1,394 @@
+"""Expands the words of a shell script: variables, arithmetic and simple tests, as bash does.
+
+What is not plainly seen is left as written, with its `$`.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pgtoolkit.config.shell_syntax import Piece, Statement, Word, pieces_of
+
+# Possessive repetitions (`++`, `*+`), so that no text takes long.
+_CODE = r"\$\((?:[^()]|\((?:[^()]|\([^()]*+\))*+\))*+\)"
+_BRACED = r"\$\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+\}"
+_split = re.compile(rf"(?:{_CODE}|{_BRACED}|`[^`]*+`|\S)++").findall
+"""Splits a value into words, and no code or name that stands for a value of its own."""
+
+_ITSELF = r"\$\{?(?:0|BASH_SOURCE(?:\[0\])?)\}?"
+_DIRNAME = rf"\$\(dirname(?:--)?(?:{_ITSELF}|\$\((?:realpath|readlink-f)(?:--)?{_ITSELF}\))\)"
+_OWN_FOLDER = re.compile(
+    rf"{_DIRNAME}|\$\(cd(?:--)?{_DIRNAME}(?:[12&]?>[&>/\w]*)?&&pwd(?:-P)?\)"
+).fullmatch
+"""Matches what a script finds its own folder by, without blanks and quotes."""
+
+NAME = re.compile(r"[A-Za-z_]\w*").fullmatch
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=").match
+_PARAMETER = re.compile(
+    r"([A-Za-z_]\w*|\d+|[@*#])(?:\[([^]]*)\])?(?:(:?)([-=+?])(.*))?", re.S
+).fullmatch
+_QUOTED = re.compile(r"\$\{(\w+):?[-=](?:\"[^\"]*\"|'[^']*')\}").fullmatch
+"""Matches `${NAME:-"text"}`, and what else has its default in quotes."""
+
+_CHANGED = re.compile(
+    r"([A-Za-z_]\w*)(?:\[[^]]*\])?\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)"
+    r"|(?:\+\+|--)\s*([A-Za-z_]\w*)"
+).findall
+"""Finds the names that an arithmetic expression changes."""
+
+_BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
+"""Finds what bash makes several words of."""
+
+_INTEGER = re.compile(r"-?(?:0|[1-9]\d{0,17})").fullmatch
+
+Value = str | list[str]
+"""What a variable holds: a text, or the elements of an array; an empty list where it is unset."""
+
+
+@dataclass
+class State:
+    """What holds at a place of a script.
+
+    values: `@` has the arguments of a function. functions: what a name may be; None: no function.
+    hidden: what the variables were that a function has of its own. folder: the script's own, seen
+    from the current one; None: not known. opened: why each variable may be another; "" if none is.
+    over: the place is not reached.
+    """
+
+    values: dict[str, Value]
+    folder: Path | None
+    functions: dict[str, list[Statement | None]] = field(default_factory=dict)
+    hidden: dict[str, Value | None] = field(default_factory=dict)
+    opened: str = ""
+    over: bool = False
+
+    def copied(self) -> State:
+        return replace(
+            self,
+            values={**self.values},
+            functions={**self.functions},
+            hidden={**self.hidden},
+        )
+
+
+class Words:
+    """Expands words by what variables hold, and notes what of these is not known.
+
+    folder: the one that the script lies in, seen from the current one; None: it is not known.
+    """
+
+    def __init__(self, folder: Path | None):
+        self._now = State({"HOME": "~", "PWD": "."}, folder)
+        self._place = ""  # of the statement that is followed
+        self._reasons: dict[str, str] = {}  # the place since which a variable is not known
+        self._odd: set[str] = set()  # names with attributes, such as of `declare -i`
+
+    def _set(self, name: str, value: Value | None) -> None:
+        """Set a variable. value: None where it is as before the script."""
+        self._now.values.pop(name, None)
+        if value is not None:
+            self._now.values[name] = value
+
+    def _assign(self, name: str, value: Value) -> None:
+        """Set a variable to a value that is plainly seen."""
+        if name in self._odd:
+            self._forget([name])
+        else:
+            self._now.values[name] = value
+
+    def _forget(self, names: Iterable[str]) -> None:
+        """Note that variables may be set here to what is not seen. Settings keep their keys."""
+        for name in names:
+            self._now.values[name] = merged(name, self._now.values.get(name, []), f"${name}")
+            self._reasons[name] = self._place
+            if name == "PWD":
+                self._now.values.pop(name)
+
+    def _open(self, reason: str) -> None:
+        """Note that each variable may be set here."""
+        self._now.opened = f"after {self._place} each variable may be another: {reason}"
+        self._forget(self._now.values.keys() - {"HOME", "PWD", "@"})
+
+    def _fields(self, words: list[Word]) -> list[str]:
+        """Return words as bash hands them to a command."""
+        fields: list[str] = []
+        for word in words:
+            current: str | None = None
+            plain = "".join(
+                "x" if piece.quoted or piece.expands else piece.text for piece in word.pieces
+            )
+            braces = _BRACES.search(plain)
+            if braces and word.array is None:
+                before, sign, after = self._text(word.pieces).partition("{")
+                fields.append(f"{before}${sign}{after}")
+                continue
+            for piece in word.pieces:
+                if not piece.expands:
+                    current = (current or "") + piece.text
+                    continue
+                whole = None if piece.quoted else _QUOTED(piece.text)
+                is_whole = whole is not None and not self._held(whole[1], None)
+                value, is_known = self._value(piece)
+                if is_whole:
+                    is_known = False  # nothing that is in quotes is split
+                elif not (piece.quoted or whole) and re.search(
+                    r"^\$\{.*[\"'].*\s", piece.text, re.S
+                ):
+                    value = piece.text
+                    is_known = False
+                parts = [value] if isinstance(value, str) else value
+                if not piece.quoted and is_known:
+                    joined = " ".join(parts)
+                    if "IFS" in self._now.values and re.search(r"\W", joined):
+                        joined = f"${{{piece.text.strip('${}')}}}"
+                    parts = _split(joined)
+                    if current is not None and joined[:1].isspace():
+                        fields.append(current)
+                        current = None
+                for at, part in enumerate(parts):
+                    if at:
+                        fields.append(current or "")
+                        current = ""
+                    current = (current or "") + part
+            if word.array is not None:  # which is no assignment here
+                current = f"{current or ''}$(...)"
+            if current is not None:
+                fields.append(current)
+        return fields
+
+    def _text(self, pieces: list[Piece]) -> str:
+        """Return what pieces stand for where bash splits nothing."""
+        texts = []
+        for piece in pieces:
+            value = self._value(piece)[0] if piece.expands else piece.text
+            texts.append(value if isinstance(value, str) else " ".join(value))
+        return "".join(texts)
+
+    def _value(self, piece: Piece) -> tuple[Value, bool]:
+        """Return what an expansion stands for, and whether it is known: else itself."""
+        text = piece.text
+        if text.startswith("$(("):
+            number = self._number(text[3:-2])
+            self._forget(changed(text[3:-2]))
+            return (text, False) if number is None else (str(number), True)
+        if text.startswith(("$(", "`")):
+            command = re.sub(r"[\s\"']", "", text)
+            if command in ("$(pwd)", "$(pwd-P)") and "PWD" in self._now.values:
+                return self._now.values["PWD"], True
+            if self._now.folder is not None and _OWN_FOLDER(command):
+                return str(self._now.folder), True
+            return text, False
+        parameter = _PARAMETER(text[2:-1] if text.startswith("${") else text[1:])
+        if parameter is None or not text.startswith("$"):
+            return self._altered(text)
+        name, subscript, colon, sign, word = parameter.groups()
+        held = self._held(name, subscript)
+        if held is None and (sign in (None, "+", "?") or (self._now.opened and not name.isdigit())):
+            return self._altered(text)
+        is_several = isinstance(held, list) and (subscript in ("@", "*") or name in "@*")
+        if isinstance(held, list) and not is_several:
+            held = held[0] if held else None
+        is_set = bool(held) or (held == "" and not colon)
+        is_open = held and not is_several and not is_known(str(held))
+        if (is_open and sign == "+") or (not is_set and sign == "?"):
+            return text, False
+        if sign is None or (is_set and sign != "+"):
+            value: Value = held or ""
+            if isinstance(held, list) and "*" in (subscript, name) and piece.quoted:
+                if "IFS" in self._now.values:
+                    return text, False
+                value = " ".join(held)
+            return ([] if is_several and not held else value), True
+        if is_set != (sign == "+"):
+            return "", True
+        value = self._text(pieces_of(word, piece.quoted))
+        if sign == "=":
+            self._assign(name, value)
+        return value, True
+
+    def _held(self, name: str, subscript: str | None) -> Value | None:
+        """Return what a variable holds; None where the script does not say."""
+        arguments = self._now.values.get("@")
+        if name.isdigit() or name == "#":
+            if name == "0" or (arguments is None and name != "#"):
+                return None
+            arguments = [] if arguments is None else [*arguments]
+            count = len(arguments) if name == "#" else int(name)
+            if any(word.startswith(("$@", "$(")) for word in arguments[:count]):
+                return f"${name}"
+            if name == "#" and any(map(is_several, arguments)):
+                return "$#"
+            if name == "#":
+                return str(count)
+            return arguments[count - 1] if count <= len(arguments) else []
+        held = self._now.values.get("@" if name == "*" else name)
+        if held is None or subscript in (None, "@", "*"):
+            return [held] if isinstance(held, str) and subscript in ("@", "*") else held
+        elements = [held] if isinstance(held, str) else held
+        is_plain = subscript.isdigit() and not any(map(is_several, elements))
+        if not is_plain:
+            return f"${{{name}[{subscript}]}}"
+        return elements[int(subscript)] if int(subscript) < len(elements) else []
+
+    def _altered(self, text: str) -> tuple[Value, bool]:
+        """Return an expansion that is not understood; of an array its settings keep their keys."""
+        self._forget(
+            [
+                name
+                for name in re.findall(r"\$\{([A-Za-z_]\w*)(?:\[[^]]*\])?:?=", text)
+                if name in self._now.values
+            ]
+        )
+        for code in re.findall(r"\$\(\((.*?)\)\)", text, re.S):
+            self._forget(changed(code))
+        part = re.fullmatch(r"\$\{@:(\d+)\}", text)
+        arguments = self._now.values.get("@")
+        if part and isinstance(arguments, list) and int(part[1]):
+            before = arguments[: int(part[1]) - 1]
+            if not any(word.startswith(("$@", "$(")) for word in before):
+                return arguments[len(before) :], True
+        several = re.match(r"\$\{([A-Za-z_]\w*)\[@\]", text)
+        held = self._now.values.get(several[1]) if several else None
+        if several and isinstance(held, list) and any("=" in word for word in held):
+            self._reasons.setdefault(several[1], self._place)
+            return merged(several[1], held, []), True
+        return text, False
+
+    def _number(self, expression: str) -> int | None:
+        """Return the value of an arithmetic expression; None where it is not plainly seen."""
+
+        def value(match: re.Match[str]) -> str:
+            held = self._held(match[1], None)
+            held = held[0] if isinstance(held, list) and held else held
+            return f"({held})" if isinstance(held, str) and _INTEGER(held) else "$"
+
+        text = re.sub(r"\$?\{?([A-Za-z_]\w*|(?<=[${])\d)\}?", value, expression.strip())
+        if not re.fullmatch(r"[\d\s+*/%()<>=!-]+", text) or "++" in text or "--" in text:
+            return None
+        try:
+            return _computed(ast.parse(text.replace("\n", " "), mode="eval").body)
+        except (SyntaxError, ArithmeticError, RecursionError, MemoryError, ValueError):
+            return None
+
+    def _test(self, words: list[Word], is_new: bool) -> bool | None:
+        """Return what a simple comparison of known texts comes to; None for another test.
+
+        is_new: it is `[[ ]]`, where words are not split and the right one is a pattern.
+        """
+        fields = [self._text(word.pieces) for word in words] if is_new else self._fields(words)
+        is_negated = fields[:1] == ["!"]
+        fields = fields[is_negated:]
+        if not all(map(is_known, fields)) or len(fields) > 3:
+            return None
+        result: bool | None = None
+        if len(fields) == 2 and fields[0] in ("-n", "-z"):
+            result = bool(fields[1]) == (fields[0] == "-n")
+        elif len(fields) == 1:
+            result = bool(fields[0])
+        elif len(fields) == 3:
+            left, sign, right = fields
+            if sign in ("=", "==", "!=") and not (is_new and re.search(r"[*?[\\(]", right)):
+                result = (left == right) == (sign != "!=")
+            elif sign in _COMPARED and _INTEGER(left) and _INTEGER(right):
+                result = _COMPARED[sign](int(left), int(right))
+        return None if result is None else result != is_negated
+
+
+_COMPARED: dict[str, Callable[[int, int], bool]] = {
+    "-eq": int.__eq__,
+    "-ne": int.__ne__,
+    "-lt": int.__lt__,
+    "-le": int.__le__,
+    "-gt": int.__gt__,
+    "-ge": int.__ge__,
+}
+
+
+def _computed(node: ast.expr) -> int | None:
+    """Return the value of whole numbers with signs between them, as bash divides."""
+    match node:
+        case ast.Constant(value=int() as number):
+            return number
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
+            number = _computed(operand)
+            return -number if number is not None and isinstance(sign, ast.USub) else number
+        case ast.BinOp(left=left, op=sign, right=right):
+            one = _computed(left)
+            two = _computed(right)
+            if one is None or two is None or abs(one) >= 2**31 or abs(two) >= 2**31:
+                return None  # what bash wraps around
+            match sign:
+                case ast.Add():
+                    return one + two
+                case ast.Sub():
+                    return one - two
+                case ast.Mult():
+                    return one * two
+                case ast.Div() | ast.Mod():
+                    whole = abs(one) // abs(two) * (1 if (one < 0) == (two < 0) else -1)
+                    return whole if isinstance(sign, ast.Div) else one - whole * two
+        case ast.Compare(left=left, ops=[sign], comparators=[right]):
+            one = _computed(left)
+            two = _computed(right)
+            names = {ast.Eq: "-eq", ast.NotEq: "-ne", ast.Lt: "-lt", ast.LtE: "-le"}
+            names |= {ast.Gt: "-gt", ast.GtE: "-ge"}
+            if one is not None and two is not None and type(sign) in names:
+                return int(_COMPARED[names[type(sign)]](one, two))
+    return None
+
+
+def merged(name: str, one: Value, two: Value) -> Value:
+    """Return what is certain of a variable that is one of two values.
+
+    Settings that both have stay; of another one the key is certain, and its value the variable's
+    name.
+    """
+    if one == two:
+        return one
+    is_text = isinstance(one, str) and isinstance(two, str)
+    first = _split(one) if isinstance(one, str) else one
+    second = _split(two) if isinstance(two, str) else two
+    pairs = itertools.zip_longest(first, second)
+    ahead = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+    certain = {*_single(first)} & {*_single(second)}
+    behind: list[str] = []
+    for word in [*first[ahead:], *second[ahead:]]:
+        key = re.match(r"[^\s=]+=", word)
+        kept = word if word in certain else f"{key[0] if key else ''}${name}"
+        if kept not in [*first[:ahead], *behind]:
+            behind.append(kept)
+    words = [*first[:ahead], *behind]
+    if all(f"${name}" not in word for word in words):
+        words.append(f"${name}")
+    return " ".join(words) if is_text or _is_scalar(one, two) else words
+
+
+def _is_scalar(one: Value, two: Value) -> bool:
+    """Return whether one of two values is a text, and the other one unset."""
+    return (isinstance(one, str) and two == []) or (isinstance(two, str) and one == [])
+
+
+def _single(words: list[str]) -> list[str]:
+    """Return the settings whose key none of the other words has."""
+    keys = [word.partition("=")[0].lstrip("+") for word in words]
+    return [
+        word for word, key in zip(words, keys, strict=True) if "=" in word and keys.count(key) == 1
+    ]
+
+
+def is_known(text: str) -> bool:
+    return "$" not in text and "`" not in text
+
+
+def is_several(word: str) -> bool:
+    """Return whether a word may stand for several, or for none."""
+    return re.fullmatch(r"\$(?:[\w@*]+|\{.*\}|\(.*\))|`.*`", word, re.S) is not None
+
+
+def changed(expression: str) -> list[str]:
+    return [name or other for name, other in _CHANGED(expression)]
