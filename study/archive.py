@@ -25,6 +25,7 @@ KEPT = (
     "entropy",
     "grad_norm",
     "kl_new_old",
+    "clipped_ratio_fraction",
     "effective_sample_size",
     "explained_variance",
 )

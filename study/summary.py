@@ -81,14 +81,47 @@ PARTS = (
 )
 
 
+OLD_ARMS = {
+    "cispo, 1, 32": ("weights up to 2, scores centered", "tis_centered"),
+    "cispo, 4, 0": ("`cispo`: weights up to 5", "cispo"),
+    "cispo, 1, 0": ("weights up to 2", "tis"),
+    "icepop, null, 0": ("`icepop`", "icepop"),
+    "dppo, null, 0": ("loss of `experiment=ipo`", "ipo"),
+    "reinforce, null, 32": ("`reinforce`, scores centered", "reinforce_centered"),
+    "half_shuffled": ("`grpo`, half of the advantages shuffled: the control", "half_shuffled"),
+}
+"""What the arms on old documents are, and their sweeps behind pretrained_loss_old_."""
+
+OLD = Part(
+    "SmolLM2-135M, arithmetic, documents of 16 batches before",
+    "seeds",
+    {
+        "pretrained_old_control": (
+            "pretrained_loss_old_grpo",
+            "pretrained_loss_old_half_shuffled",
+        ),
+        "pretrained_old": (
+            "pretrained_loss_old_grpo",
+            "pretrained_loss_old_cispo",
+            "pretrained_loss_old_tis",
+            "pretrained_loss_old_icepop",
+            "pretrained_loss_old_reinforce_centered",
+            "pretrained_loss_old_ipo",
+            "pretrained_loss_old_tis_centered",
+        ),
+    },
+)
+
+
 @dataclass(frozen=True)
 class Contrast:
-    """An arm against grpo: the planned test, its verdict, what was predicted, and the pairs'
-    standard deviation."""
+    """An arm against grpo: the planned test, its verdict, what was predicted, the means of grpo
+    and of the arm, and the pairs' standard deviation."""
 
     pair: Comparison
     verdict: str
     predicted: str
+    means: tuple[float, float]
     spread: float
 
     @property
@@ -126,10 +159,12 @@ def contrasts(part: Part, sweeps: Path) -> dict[str, Contrast]:
                 first = compared.comparisons.samples[pair.first].values
                 second = compared.comparisons.samples[pair.second].values
                 differences = [second[block] - first[block] for block in first]
+                means = float(np.mean([*first.values()])), float(np.mean([*second.values()]))
                 by_arm[arm.rpartition(".")[2]] = Contrast(
                     pair,
                     verdict(pair, compared.sign, compared.comparisons.margin),
                     str(expected[arm]),
+                    means,
                     float(np.std(differences, ddof=1)),
                 )
     return by_arm
@@ -179,6 +214,45 @@ def brief_rows(parts: dict[str, dict[str, Contrast]]) -> list[list[str]]:
             [name, *(f"{one.pair.difference:+.3f} {one.verdict}" for one in contrasts_of_arm)]
         )
     return rows
+
+
+def old_rows(sweeps: Path) -> list[list[str]]:
+    """Return a row of each arm on old documents: rate, final value, difference from grpo, and means
+    over its runs of the effective sample size and of k3 to the sampler."""
+    by_arm = contrasts(OLD, sweeps)
+    rows = [
+        [
+            "each at its best rate",
+            "rate",
+            "pass@1",
+            "less that of `grpo`",
+            "verdict (predicted)",
+            "effective sample size",
+            "k3 to the sampler",
+        ]
+    ]
+    base = by_arm["cispo, 4, 0"].means[0]
+    rate, *drift = _of_runs(sweeps / "pretrained_loss_old_grpo")
+    rows.append(["`grpo`", rate, f"{base:.3f}", "", "", *drift])
+    for arm, (name, sweep) in OLD_ARMS.items():
+        contrast = by_arm[arm]
+        low, high = contrast.pair.interval or (math.nan, math.nan)
+        rate, *drift = _of_runs(sweeps / f"pretrained_loss_old_{sweep}")
+        difference = f"{contrast.pair.difference:+.3f} [{low:+.3f}, {high:+.3f}]"
+        verdict = f"**{contrast.verdict}** ({contrast.predicted})"
+        rows.append([name, rate, f"{contrast.means[1]:.3f}", difference, verdict, *drift])
+    return rows
+
+
+def _of_runs(sweep: Path) -> tuple[str, str, str]:
+    """Return the learning rate of a sweep's runs, and means of their metrics over all steps."""
+    runs = find_runs([str(sweep)], {"effective_sample_size", "kl_new_old"})
+    [rate] = {run.config["optimizer.learning_rate"] for run in runs}
+    means = [
+        np.mean([np.mean(run.values(name)) for run in runs])
+        for name in ("effective_sample_size", "kl_new_old")
+    ]
+    return f"{rate:.0e}".replace("e-0", "e-"), f"{means[0]:.2f}", f"{means[1]:.3f}"
 
 
 def power_rows(parts: dict[str, dict[str, Contrast]]) -> list[list[str]]:

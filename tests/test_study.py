@@ -134,17 +134,39 @@ def unpacked(tmp_path_factory):
         (pages.README, 1),
         (pages.PAGE, 2),
         (pages.FROM_SCRATCH, 19),
-        (pages.PRETRAINED, 24),
+        (pages.PRETRAINED, 29),
     ],
 )
 def test_the_pages_are_what_their_command_writes(unpacked, page, parts):
     content = page.read_text()
     assert pages.filled(page, unpacked, draw=False) == content
-    kinds = re.findall("<!-- (compare|runs|repeats|curves|warning|summary|brief|power) ?", content)
+    kinds = re.findall(
+        "<!-- (compare|runs|repeats|curves|warning|summary|brief|old|power) ?", content
+    )
     of_tests = content.count("<!-- which GRPO -->")  # tests/config/test_readme.py
     assert content.count("<!-- end -->") - of_tests == len(kinds) == parts
     for picture in re.findall(r"\]\((\S*images/\S*)\)", content):
         assert (page.parent / picture).stat().st_size > 10_000
+
+
+def test_a_row_of_the_arms_on_old_documents_is_that_of_their_files(unpacked):
+    of_runs = []
+    for run in sorted((unpacked / "pretrained_loss_old_tis").iterdir()):
+        evaluations, steps = (
+            [json.loads(line) for line in (run / name).read_text().splitlines()]
+            for name in ("evaluations.jsonl", "metrics.jsonl")
+        )
+        solved = [row["pass@1"] for row in evaluations]
+        sizes, distances = (
+            np.mean([step[name] for step in steps])
+            for name in ("effective_sample_size", "kl_new_old")
+        )
+        of_runs.append((np.mean(solved[-2:]), sizes, distances))
+    assert len(of_runs) == 8
+    solved, size, distance = np.mean(of_runs, axis=0)
+    row = next(row for row in summary.old_rows(unpacked) if row[0] == "weights up to 2")
+    assert row[1] == "1e-5"
+    assert (row[2], *row[-2:]) == (f"{solved:.3f}", f"{size:.2f}", f"{distance:.3f}")
 
 
 def test_the_picture_of_all_parts_is_drawn(unpacked, tmp_path):
@@ -332,8 +354,9 @@ def test_the_worked_sums_are_right_and_only_what_follows_the_last_semicolon_coun
         (pages.PRETRAINED, "## What eight seeds show", "**After four", 26),
         (pages.PRETRAINED, "* **The control is found**: -0.248", "## P4", 22),
         (pages.PRETRAINED, "* **P4 is not answered**", "The effective sample size", 14),
-        (pages.PRETRAINED, "**PPO is equal", "## What was run", 3),
-        (pages.PAGE, "## What was found", "## What it could have seen", 21),
+        (pages.PRETRAINED, "**PPO is equal", "## S1", 3),
+        (pages.PRETRAINED, "* **The control is found.** Half", "## What was run", 7),
+        (pages.PAGE, "## What was found", "## What it could have seen", 11),
     ],
 )
 def test_the_numbers_in_the_text_of_the_study_are_those_of_its_tables(page, start, end, numbers):

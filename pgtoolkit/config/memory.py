@@ -29,7 +29,7 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.settings import HuggingFaceModelSettings
 from pgtoolkit.ranks.environment import BYTES_OF_CUDA, world_size
-from pgtoolkit.rollouts.batch_counts import saves_a_tenth, tokens_of_group
+from pgtoolkit.rollouts.batch_counts import saves_a_fifth, tokens_of_group
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.system.report import refusal, text
 from pgtoolkit.tasks.settings import ChatTaskSettings, PromptsTaskSettings, SumsTaskSettings
@@ -242,7 +242,7 @@ def _completions_that_share(config: Config, prompt: int, completion: int) -> int
     size = config.rollout.group_size
     if share == "auto":
         in_half = config.trainer.device != "cpu" and config.model.dtype != "float32"
-        share = in_half and saves_a_tenth(*tokens_of_group(size, prompt, completion))
+        share = in_half and saves_a_fifth(*tokens_of_group(size, prompt, completion))
     return size if share else 1
 
 

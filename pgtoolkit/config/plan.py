@@ -27,7 +27,7 @@ from pgtoolkit.losses.kl import FULL_KINDS, KL
 from pgtoolkit.ranks.environment import AXES, world_size
 from pgtoolkit.rollouts.batch_counts import (
     documents_per_batch,
-    saves_a_tenth,
+    saves_a_fifth,
     steps_ahead,
     steps_of_batch,
     tokens_of_group,
@@ -301,8 +301,8 @@ def _shared_prompts(config: Config, prompt: int | None, completion: int | None) 
     )
     if share != "auto":
         return line
-    if not saves_a_tenth(shared, alone):
-        line += "; not shared then, since that is less than a tenth"
+    if not saves_a_fifth(shared, alone):
+        line += "; not shared then, since that is less than a fifth"
     return f"on a GPU {line}"
 
 

@@ -36,7 +36,7 @@ class NumberType(StrEnum):
 _SHARED = (
     "Whether what the completions of a prompt begin with is computed once for all of them in a "
     "micro-batch, in training and for their log-probs; auto: on a GPU in bfloat16 or float16, "
-    "where that saves a tenth of the tokens or more."
+    "where that saves a fifth of the tokens or more."
 )
 
 

@@ -89,10 +89,10 @@ def tokens_of_group(size: int, prompt: int, completion: int) -> tuple[int, int]:
     return prompt + size * completion, size * (prompt + completion)
 
 
-def saves_a_tenth(shared: int, alone: int) -> bool:
-    """Return whether a tenth or more of the tokens of documents need not be computed, so that
+def saves_a_fifth(shared: int, alone: int) -> bool:
+    """Return whether a fifth or more of the tokens of documents need not be computed, so that
     model.share_prompts=auto shares them.
 
     alone: the tokens of all documents. shared: those that are computed where documents share.
     """
-    return 10 * shared <= 9 * alone
+    return 5 * shared <= 4 * alone

@@ -18,7 +18,7 @@ from pgtoolkit.document import (
     trajectories_of,
 )
 from pgtoolkit.losses.checks import check_whole, shown
-from pgtoolkit.rollouts.batch_counts import saves_a_tenth
+from pgtoolkit.rollouts.batch_counts import saves_a_fifth
 from pgtoolkit.system.declared import AutoOrBool
 
 
@@ -102,11 +102,11 @@ def _numbered(names: Sequence[Hashable], trained: list[int]) -> tuple[list[int],
 
 def is_sharing(share_prompts: AutoOrBool, documents: Sequence[SampledDocument]) -> bool:
     """Return whether each document is to share with the one before it: as chosen, or for "auto"
-    where that `saves_a_tenth`."""
+    where that `saves_a_fifth`."""
     if share_prompts != "auto":
         return share_prompts
     alone = sum(document.num_tokens for document in documents)
-    return saves_a_tenth(sum(rooms_behind(documents)), alone)
+    return saves_a_fifth(sum(rooms_behind(documents)), alone)
 
 
 def divide_among_ranks(

@@ -216,9 +216,9 @@ def test_ranks_get_documents_that_share():
     assert divide_among_ranks(groups[:1], 2, sharing=True) == [[0], []]
 
 
-@pytest.mark.parametrize(("length", "is_worth"), [(3, True), (4, False)])
-def test_auto_shares_where_a_tenth_of_the_tokens_is_saved(length, is_worth):
-    """A token of 10 is, and one of 12 is not."""
-    documents = completions_of(([1], [[2] + [9] * length, [3] + [9] * length]))
-    assert sum(document.num_tokens for document in documents) == 2 * (2 + length)
+@pytest.mark.parametrize(("length", "is_worth"), [(2, True), (3, False)])
+def test_auto_shares_where_a_fifth_of_the_tokens_is_saved(length, is_worth):
+    """Two tokens of 10 are, and two of 12 are not."""
+    documents = completions_of(([1, 1], [[2] + [9] * length, [3] + [9] * length]))
+    assert sum(document.num_tokens for document in documents) == 2 * (3 + length)
     assert is_sharing("auto", documents) is is_worth

@@ -216,7 +216,7 @@ PROMPTS_OF_7 = (
         (
             f"{FOLDER} rollout.group_size=1 {PROMPTS_OF_7}",
             "on a GPU 7 + 1 x 7 = 14 tokens for a prompt with its completions in place of 14, if "
-            "all are of the greatest length; not shared then, since that is less than a tenth",
+            "all are of the greatest length; not shared then, since that is less than a fifth",
         ),
         (
             "model.share_prompts=auto",
