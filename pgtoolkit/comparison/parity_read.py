@@ -57,6 +57,11 @@ class StepValues(dict[str, Any]):
         super().__init__({name: values.of[name] for name in values.of.keys() - unread.keys()})
         self.unread = unread
         trainer = theirs.table.content["trainer"]
+        if theirs.values.get("launch.rloo"):
+            raise ConfigError(
+                "pgtk parity needs a configuration of GRPO (got one of TRL's RLOO): what RLOO does "
+                "in a step is not read here."
+            )
         sizes = [values.names.get(name) for name in ("generated", "documents")]
         self.generated, self.documents = (of if isinstance(of, int) else None for of in sizes)
         if trainer == "TRL" and "processes" in values.names:

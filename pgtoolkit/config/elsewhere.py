@@ -156,6 +156,24 @@ def tables() -> dict[str, Table]:
     return {content["trainer"]: Table(content, _rows(content)) for content in contents}
 
 
+@functools.cache
+def rloo_table() -> Table:
+    """Return TRL's table as RLOO's configuration has it: without the keys that GRPO alone has."""
+    table = tables()["TRL"]
+    of_rloo = table.content["rloo"]
+    rows = {
+        name: replace(row, default=of_rloo["defaults"].get(name, row.default))
+        for name, row in table.rows.items()
+        if name not in table.content["grpo"]
+    }
+    words = of_rloo["words"] | {
+        name: formula
+        for name, formula in table.content["words"].items()
+        if name not in of_rloo["words"]
+    }
+    return Table(table.content | {"words": words}, rows)
+
+
 def _rows(content: JsonObject) -> dict[str, Theirs]:
     trainer = content["trainer"]
     rows = {}

@@ -228,7 +228,7 @@ class TheirValues:
         self.theirs = theirs
         table = theirs.table
         by_unsloth = table.content["unsloth"]["own"] if theirs.values.get("launch.unsloth") else []
-        self.own = [name for name in by_unsloth if name not in theirs.values]
+        self.own = [name for name in by_unsloth if name in table.rows and name not in theirs.values]
         kinds = [theirs.values.get(name) for name in ("model_engine", _STRATEGY)]
         engines = table.content.get("engines", {})
         of_engine = next((engines[str(kind)] for kind in kinds if str(kind) in engines), {})
@@ -288,18 +288,23 @@ class TheirValues:
     def reason(self, row: Theirs) -> str:
         """Return why a value has no equal, with the values of formulas, where these are known."""
 
+        fitting = [
+            reason
+            for condition, reason in row.reasons.items()
+            if not condition or self.may_be(condition)
+        ]
+        return self.filled_in("; ".join(fitting))
+
+    def filled_in(self, sentence: str) -> str:
+        """Return a sentence with the values of its formulas, where these are known."""
+
         def value(formula: re.Match[str]) -> str:
             try:
                 return text(self.evaluated(formula[1]))
             except NO_VALUE:
                 return formula[1]
 
-        fitting = [
-            reason
-            for condition, reason in row.reasons.items()
-            if not condition or self.may_be(condition)
-        ]
-        return FORMULA.sub(value, "; ".join(fitting))
+        return FORMULA.sub(value, sentence)
 
     def overrides(self, typed: str, row: Theirs | None = None) -> Overrides:
         """Return what is to be typed; a key alone takes the value of the row's."""

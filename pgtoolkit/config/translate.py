@@ -115,7 +115,7 @@ class Translation:
             for notes, sentences in ((self.apart, row.apart), (self.differing, row.differs)):
                 for condition, sentence in sentences.items():
                     if self._values.may_be(condition):
-                        notes.append(f"{redact(shown)}: {sentence}")
+                        notes.append(f"{redact(shown)}: {self._values.filled_in(sentence)}")
         except NameError:
             rows = self.theirs.table.rows
             by_unsloth = [name for name in self._values.own if (rows[name].see or name) == row.name]
@@ -180,6 +180,8 @@ class Translation:
     def shown(self, name: str) -> str:
         if name in self._values.own:
             return name
+        if name == "launch.rloo":
+            return "RLOO"
         shown = f"{name}={text(self._values.of[name])}"
         return shown if name in self.theirs.values else f"{shown} (their default)"
 

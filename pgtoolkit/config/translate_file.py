@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pgtoolkit.config.elsewhere import Table, flat, tables
+from pgtoolkit.config.elsewhere import Table, flat, rloo_table, tables
 from pgtoolkit.config.translate_launcher import LaunchFiles
 from pgtoolkit.config.translate_program import PUNISHMENT, Program, Unread
 from pgtoolkit.config.translate_shell import Command, Script
@@ -48,11 +48,19 @@ _LAUNCHERS = ("accelerate.commands.launch", "torch.distributed.run", "torch.dist
 """Modules that start the program behind them."""
 
 OF_RLOO = (
-    "it is of `trl grpo`. `trl rloo` has all of its keys, too: for that one, type experiment=rloo "
-    "in place of loss, aggregation and advantage, and kl=k1 kl.place=reward kl.coefficient=BETA in "
-    "place of kl, with the file's beta, or 0.05"
+    "it is of `trl grpo`. `trl rloo` has all of its keys, too: with the comment # trl rloo in it, "
+    "it is read as one of that"
 )
 """What is said of a YAML that may be RLOO's, too."""
+
+_SCRIPTS = ("trl/scripts/grpo.py", "trl/scripts/rloo.py")
+"""TRL's own programs."""
+
+_IS_RLOO = re.compile(r"(?:rloo\w*\.py|^trl rloo|-m trl\.scripts\.rloo)(?: |$)").search
+"""Matches a command that starts TRL's RLOO, or a program of such a name."""
+
+_NAMES_TRAINER = re.compile(r"(?i)\btrl[ ./](?:scripts[./])?(grpo|rloo)\b").search
+"""Matches TRL's command or its script of GRPO or RLOO, as a comment names it."""
 
 _NOT_READ = (ValueError, SyntaxError, KeyError, TypeError, RecursionError)
 
@@ -85,13 +93,15 @@ def read(path: Path) -> TheirConfig:
                 config.table, config.values, lambda name: _found(name, path.parent), _mapping
             )
             config.assumed += files.read
+        if "launch.rloo" in config.values and config.version and is_older(config, "0.22.0"):
+            raise ValueError(f"of the RLOO of TRL {config.version}, which is another trainer")
         if is_older(config, "0.28.0"):  # of the time of transformers 4, which has warmup_ratio
             config.values.pop("launch.yaml", None)
         return config
     except OSError as error:
         raise as_storage_error(error) from error
     except _NOT_READ as error:
-        needs = "a configuration of TRL's GRPO or of verl's PPO"
+        needs = "a configuration of TRL's GRPO or RLOO or of verl's PPO"
         near = None if path.exists() else near_path(path)
         use = f"pgtk translate {near}" if near else f"{needs}: YAML, JSON, .sh, .py or .ipynb"
         reason = f"It is none: {error}."
@@ -109,7 +119,7 @@ def _read(path: Path) -> TheirConfig:
         return _program(content, path.stem if path.suffix == ".py" else "")
     if path.suffix == ".sh" or content.startswith("#!"):
         return _script(content, path.parent)
-    config = _keys(plain_yaml(content.encode()))
+    config = _keys(plain_yaml(content.encode()), f"{content}\n{path.stem}")
     is_given = "warmup_ratio" in config.values and path.suffix != ".json"  # which is a dump
     return _as_yaml(config) if is_given else config
 
@@ -169,7 +179,7 @@ def _content(path: Path) -> str:
 
 def _config(trainer: str, values: dict[str, object]) -> TheirConfig:
     """Return a configuration. values: by their keys, which may be nested or dotted."""
-    table = tables()[trainer]
+    table = rloo_table() if values.get("launch.rloo") else tables()[trainer]
     mixed = values.get("datasets")
     if isinstance(mixed, list) and len(mixed) == 1:
         values = values | {"train_dataset": {"split": "train"} | mixed[0]}
@@ -206,8 +216,8 @@ def _set_punishment_apart(values: dict[str, object]) -> None:
             del values[name]
 
 
-def _keys(values: object) -> TheirConfig:
-    """Return the configuration in the keys of a YAML or JSON file."""
+def _keys(values: object, content: str) -> TheirConfig:
+    """Return the configuration in the keys of a YAML or JSON file. content: its text and name."""
     if not isinstance(values, dict) or not values:
         raise ValueError("a list" if values else "empty")
     logged = {name: value for name, value in values.items() if "wandb" not in name}
@@ -218,14 +228,26 @@ def _keys(values: object) -> TheirConfig:
     for trainer, names in tables()["TRL"].content["others"].items():
         if {*names} & {*values}:
             raise ValueError(trainer)
+    of_trl = tables()["TRL"].content
+    named = _NAMES_TRAINER(content)
+    by_name = "rloo" in content.rpartition("\n")[2].lower()
+    assumed: list[str] = []
+    of_rloo: dict[str, object] = {"launch.rloo": True}
+    if {*of_trl["rloo"]["signs"]} & {*values}:
+        values = of_rloo | values
+    elif not {*of_trl["grpo"]} & {*values}:
+        if named[1].lower() == "rloo" if named else by_name:
+            values = of_rloo | values
+            assumed.append(f"it is of RLOO, as {'it' if named else 'its name'} says")
+        elif not named:
+            assumed.append(OF_RLOO)
     config = _config("TRL", values)
     config.values = _of_launcher(config.values)
-    if {*config.table.content["signs"]} & {*values}:
-        if not {*config.table.content["grpo"]} & {*values}:
-            config.assumed.append(OF_RLOO)
+    if "launch.rloo" in values or {*of_trl["signs"]} & {*values}:
+        config.assumed += assumed
         return config
-    is_loss = values.get("loss_type", "grpo") in config.table.rows["loss_type"].named
-    if not (is_loss and {*config.table.content["shared"]} & {*values}):
+    is_loss = text(values.get("loss_type", "grpo")) in config.table.rows["loss_type"].named
+    if not (is_loss and {*of_trl["shared"]} & {*values}):
         raise ValueError("it has no key of GRPO, such as num_generations")
     config.assumed.append("it is of GRPO: it has no key that GRPO alone has")
     return config
@@ -237,15 +259,16 @@ def _script(content: str, folder: Path | None = None) -> TheirConfig:
     folder: the one that the script lies in; None: it lies in none.
     """
     signs = "|".join(tables()["TRL"].content["signs"])
-    is_trl = re.compile(rf"g[rs]po\w*\.py |^trl grpo |--({signs})\b").search
+    of_trl = r"(?:^trl |-m trl\.scripts\.)(?:grpo|rloo)(?: |$)"
+    is_trl = re.compile(rf"(?:g[rs]po|rloo)\w*\.py |{of_trl}|^(?!trl ).*--(?:{signs})\b").search
     configs = []
     others = []
     lost: list[str] = []
     for command in _commands(content, folder):
-        words = command.words
+        words = ["-m" if word == "--module" else word for word in command.words]
         program = _started(words) if folder is not None else None
         problem = _problem(program, folder) if program else ""
-        started = words[words.index("-m") + 1 :] if "-m" in words else words
+        started = _from_module(words)
         if started[0] in tables()["verl"].content["modules"]:
             configs.append(_config("verl", {"launch.module": started[0]} | _given(started)))
         elif (program and not problem) or is_trl(" ".join(words)):
@@ -286,6 +309,16 @@ def _commands(content: str, folder: Path | None) -> list[Command]:
     return commands
 
 
+def _from_module(words: list[str]) -> list[str]:
+    """Return the words of a command from the module on that it starts; all where it starts none."""
+    rest = words
+    while "-m" in rest[:-1] and not any(word.endswith(".py") for word in rest[: rest.index("-m")]):
+        rest = rest[rest.index("-m") + 1 :]
+        if rest[0] not in _LAUNCHERS:
+            break
+    return rest
+
+
 def _launched(words: list[str], folder: Path | None) -> TheirConfig:
     """Return what a command sets, with the options of what starts its program in a section, over
     what the file sets that its `--config` names. folder: the script's."""
@@ -296,7 +329,7 @@ def _launched(words: list[str], folder: Path | None) -> TheirConfig:
     if isinstance(values.get("scale_rewards"), bool):  # TRL's parser leaves the word as it is
         values["scale_rewards"] = str(values["scale_rewards"])
     started = words[program - 1] if programs else ""
-    is_own = bool(started) and not started.endswith("trl/scripts/grpo.py") and words[0] != "trl"
+    is_own = bool(started) and not started.endswith(_SCRIPTS) and words[0] != "trl"
     modules = [word for before, word in itertools.pairwise(words[:program]) if before == "-m"]
     is_read = is_own and folder is not None and {*modules} <= {*_LAUNCHERS}
     assumed: list[str] = []
@@ -310,6 +343,13 @@ def _launched(words: list[str], folder: Path | None) -> TheirConfig:
     has_ratio = "warmup_ratio" in of_yaml.keys() - values.keys()
     values = of_yaml | values
     assumed += [f"{file} is the file that --config names" for file in files]
+    is_found = is_read and _found(started, folder)
+    if {*tables()["TRL"].content["rloo"]["signs"]} & {*values}:
+        values = values | {"launch.rloo": True}
+    elif not is_found and _IS_RLOO(" ".join(words)):
+        values = values | {"launch.rloo": True}
+        if is_own:
+            assumed.append(f"{started} is of RLOO, as its name says")
     values = _with_started(started, folder, values, assumed) if is_read else _of_launcher(values)
     config = _config("TRL", values | {f"launch.{key}": of_launcher[key] for key in of_launcher})
     config.assumed += assumed
@@ -435,6 +475,10 @@ def _program(content: str, module: str, options: dict[str, object] | None = None
 
     options: those of the command that starts it; None where it is not known.
     """
+    is_rloo = _is_rloo_program(content)
+    if is_rloo:  # whose classes take the same arguments
+        content = re.sub(r"\bRLOO(?=Config\b|Trainer\b)", "GRPO", content)
+    table = rloo_table() if is_rloo else tables()["TRL"]
     program = Program(content, module)
     program.options = options or {}
     values: dict[str, object] = {}
@@ -449,7 +493,7 @@ def _program(content: str, module: str, options: dict[str, object] | None = None
             command = _script(program.docstring.replace("`", ""))
             program.options = command.values
             program.assumed += command.assumed
-        program.defaults = {name: row.default for name, row in tables()["TRL"].rows.items()}
+        program.defaults = {name: row.default for name, row in table.rows.items()}
         values = {**program.options}
     elif not {"GRPOConfig", "GRPOTrainer"} & {*program.calls}:
         others = [name for name in program.calls if re.fullmatch(r"[A-Z]\w*(Config|Trainer)", name)]
@@ -483,9 +527,23 @@ def _program(content: str, module: str, options: dict[str, object] | None = None
     made = values.get("train_dataset")
     if isinstance(made, Unread) or (isinstance(made, dict) and made.get("changed")):
         values.pop("dataset_name", None)  # the rows are made of these
+    if is_rloo:
+        values["launch.rloo"] = True
+        program.assumed = [
+            re.sub(r"\bGRPO(?=Config\b|Trainer\b)", "RLOO", line) for line in program.assumed
+        ]
     config = _config("TRL", values)
     config.assumed += dict.fromkeys(program.assumed)
     return config
+
+
+def _is_rloo_program(content: str) -> bool:
+    """Return whether a program is of TRL's RLOO: names its classes, and calls none of GRPO's."""
+    if not re.search(r"\bRLOO(?:Config|Trainer)\b", content):
+        return False
+    calls_rloo = re.search(r"\bRLOO(?:Config|Trainer)\(", content)
+    of_grpo = r"\bGRPO(?:Config|Trainer)\(" if calls_rloo else r"\bGRPO(?:Config|Trainer)\b"
+    return not re.search(of_grpo, content)
 
 
 def _as_option(name: str, value: object) -> str:

@@ -37,7 +37,8 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
     """Yield the lines of the page."""
     table = translation.theirs.table
     name = f"{table.content['trainer']} {table.content['version']}"
-    yield from (redact(f"{path}, a configuration of {name}, is here"), "")
+    of = f"RLOO of {name}" if "launch.rloo" in translation.theirs.values else name
+    yield from (redact(f"{path}, a configuration of {of}, is here"), "")
     of_version = on_version(translation)
     if of_version:
         yield from (redact(of_version), "")

@@ -51,7 +51,11 @@ def _as_of_its_version(theirs: TheirConfig) -> TheirConfig:
     for version in theirs.table.content["versions"]:  # from the newest on
         if not is_older(theirs, version["before"]):
             continue
-        changes |= {name: of for name, of in version["keys"].items() if name not in {*given, *own}}
+        changes |= {
+            name: of
+            for name, of in version["keys"].items()
+            if name in theirs.table.rows and name not in {*given, *own}
+        }
         changes |= {name: of for name, of in version.get("meant", {}).items() if name in given}
     values = TheirValues(theirs)
     for name, value in changes.items():

@@ -13,7 +13,7 @@ import pytest
 from builders.refusals import refusal
 
 from benchmarks.drift import defaults_of_verl, differing, unknown
-from pgtoolkit.config.elsewhere import flat, keys_called, known_as, tables
+from pgtoolkit.config.elsewhere import flat, keys_called, known_as, rloo_table, tables
 from pgtoolkit.config.explain import explain
 from pgtoolkit.config.files import options
 from pgtoolkit.config.keys import KEYS
@@ -21,6 +21,7 @@ from pgtoolkit.config.tables import keys_of_trainer
 from pgtoolkit.config.translate import Translation
 from pgtoolkit.config.translate_file import TheirConfig
 from pgtoolkit.runs.declared_metrics import metric_named
+from pgtoolkit.system.report import text
 from pgtoolkit.system.yaml_text import plain_yaml
 
 TABLES = Path(inspect.getfile(Translation)).parent
@@ -42,9 +43,20 @@ def test_the_defaults_of_trl_are_those_of_the_installed_classes():
     assert len(defaults) > 200
     assert differing("TRL", defaults | factories) == {}
     assert unknown("TRL", defaults | factories) == []
+    of_rloo = {field.name: field for field in dataclasses.fields(trl.RLOOConfig)}
+    ours = {name: row.default for name, row in rloo_table().rows.items()}
+    others = [
+        name
+        for name, field in of_rloo.items()
+        if not callable(field.default_factory)
+        and text(getattr(field.default, "value", field.default)) != text(ours[name])
+    ]
+    assert others == []
+    of_grpo = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
+    assert of_grpo - of_rloo.keys() == {*tables()["TRL"].content["grpo"]}
     scripts = pytest.importorskip("trl.scripts.grpo")
     of_scripts = (scripts.GRPOScriptArguments, trl.DatasetMixtureConfig)
-    known = {"config", "env", *defaults, *inspect.signature(trl.GRPOTrainer).parameters}
+    known = {"config", "env", *defaults, *of_rloo, *inspect.signature(trl.GRPOTrainer).parameters}
     known |= {field.name for kind in of_scripts for field in dataclasses.fields(kind)}
     earlier = [name for name in tables()["TRL"].rows if not {name, name.partition(".")[0]} & known]
     sections = ("GRPOTrainer", "get_soft_overlong_punishment.", "launch", "peft_config.")

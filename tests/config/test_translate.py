@@ -19,7 +19,9 @@ from pgtoolkit.config.translate import IDLE, Translation
 from pgtoolkit.config.translate_file import TheirConfig, read
 from pgtoolkit.config.translate_page import translate
 from pgtoolkit.config.translate_shell import Script
+from pgtoolkit.config.translate_version import on_version
 from pgtoolkit.config.validate import validated
+from pgtoolkit.errors import ConfigError
 from pgtoolkit.rollouts.group_rollouts import overlong_penalty
 from pgtoolkit.system.report import text
 
@@ -2563,11 +2565,16 @@ def test_no_default_of_trl_is_filled_in_where_unsloth_has_its_own(tmp_path):
         # Four documents are no whole group of eight: there it takes eight.
         (
             "per_device_train_batch_size=2, gradient_accumulation_steps=2",
-            {"accumulation.docs_per_step": None, "per_device_train_batch_size": "left"},
+            {"accumulation.docs_per_step": 16, "rollout.prompts_per_batch": 2}
+            | {"per_device_train_batch_size": "near"},
+        ),
+        (
+            "per_device_train_batch_size=4, gradient_accumulation_steps=2",
+            {"accumulation.docs_per_step": 8, "per_device_train_batch_size": None},
         ),
     ],
 )
-def test_what_unsloth_changes_of_what_is_set_is_left_out(tmp_path, given, expected):
+def test_what_unsloth_changes_of_what_is_set_is_carried_or_left_out(tmp_path, given, expected):
     program = f"import unsloth\nGRPOTrainer('m', f, GRPOConfig(num_generations=8, {given}))"
     assert found(translated(tmp_path, "train.py", program), expected) == expected
 
@@ -2745,13 +2752,92 @@ def test_a_yaml_of_trl_has_options_of_accelerate_too(tmp_path):
     assert {"launch.num_processes", "launch.mixed_precision"} <= {*translation.theirs.values}
 
 
+OF_RLOO = "num_generations: 4\nmax_steps: 100\n"
+
+
 @pytest.mark.parametrize(
-    ("more", "is_said"), [("", True), ("scale_rewards: none\n", False), ("loss_type: grpo", False)]
+    ("name", "content", "is_rloo", "said"),
+    [
+        ("theirs.yaml", OF_RLOO, False, "# trl rloo in it"),
+        ("theirs.yaml", f"{OF_RLOO}scale_rewards: none\n", False, ""),
+        ("theirs.yaml", f"# trl grpo --config theirs.yaml\n{OF_RLOO}", False, ""),
+        ("theirs.yaml", f"# trl rloo --config theirs.yaml\n{OF_RLOO}", True, "as it says"),
+        ("my_rloo.yaml", OF_RLOO, True, "as its name says"),
+        ("my_rloo.yaml", f"{OF_RLOO}loss_type: grpo\n", False, ""),
+        ("theirs.json", {"num_generations": 4, "normalize_advantages": False}, True, ""),
+        ("run.sh", "trl rloo --num_generations 4\n", True, ""),
+        ("run.sh", "accelerate launch -m trl.scripts.rloo --num_generations 4\n", True, ""),
+        ("run.sh", "python trl/scripts/rloo.py --num_generations 4\n", True, ""),
+        ("run.sh", "torchrun rloo_main.py --num_generations 4\n", True, "as its name says"),
+        ("t.py", "RLOOTrainer('m', f, RLOOConfig(num_generations=4))", True, ""),
+        ("t.py", "from trl import RLOOConfig\nGRPOTrainer('m', f, GRPOConfig('o'))", False, ""),
+    ],
 )
-def test_a_yaml_that_may_be_of_rloo_is_said_to_be_read_as_one_of_grpo(tmp_path, more, is_said):
-    values = f"num_generations: 4\nbeta: 0.05\nmax_steps: 100\n{more}"
-    assumed = translated(tmp_path, "theirs.yaml", values).theirs.assumed
-    assert any("experiment=rloo" in line for line in assumed) == is_said
+def test_what_is_of_rloo_is_read_as_rloo(tmp_path, name, content, is_rloo, said):
+    translation = translated(tmp_path, name, content)
+    expected = {
+        True: {"advantage": "rloo", "kl": "k1", "kl.place": "reward", "kl.coefficient": 0.05},
+        False: {"kl": "none", "kl.place": None, "kl.coefficient": None},
+    }
+    assert found(translation, expected[is_rloo]) == expected[is_rloo]
+    told = [line for line in translation.theirs.assumed if "rloo" in line or "RLOO" in line]
+    assert (said in "".join(told)) if said else not told
+
+
+def test_rloo_has_the_defaults_and_the_keys_of_its_own_configuration(tmp_path):
+    given = "# trl rloo\nper_device_train_batch_size: 8\nuse_vllm: true\nmax_steps: 4\n"
+    given += "reward_clip_range: [-1, 2]\nnormalize_advantages: true\nmax_completion_length: 99\n"
+    expected = {"rollout.group_size": 2, "rollout.prompts_per_batch": 4, "correction": None}
+    expected |= {"aggregation": "constant", "aggregation.divisor": 1, "loss": "grpo"}
+    expected |= {"advantage": "reinforce_plus_plus_baseline", "normalize_advantages": "near"}
+    # Rewards from -1 to 2 are those from -1.5 to 1.5, half a point higher.
+    expected |= {"advantage.reward_shift": -0.5, "advantage.reward_clip": 1.5}
+    translation = translated(tmp_path, "r.yaml", given)
+    assert found(translation, expected) == expected
+    assert translation.apart == []
+    translation = translated(tmp_path, "r.yaml", f"{given}num_iterations: 2\ndelta: 2\n")
+    assert ["loss=rloo.rloo" in line for line in translation.apart] == [True]
+    page = translate(tmp_path / "r.yaml", 1)
+    assert "r.yaml, a configuration of RLOO of TRL 1.16.0, is here" in page
+    assert "is not known to have:\n  delta" in page
+
+
+def test_rloo_of_earlier_versions_is_refused_as_another_trainer(tmp_path):
+    for given in ("rloo_k: 4\n", f"# trl rloo, trl==0.15.2\n{OF_RLOO}"):
+        with pytest.raises(ConfigError, match="another trainer"):
+            translated(tmp_path, "rloo.yaml", given)
+    earlier = on_version(translated(tmp_path, "rloo.yaml", f"# trl==0.25.0\n{OF_RLOO}"))
+    assert "held in that version: max_completion_length=256." in earlier
+
+
+@pytest.mark.parametrize(
+    ("given", "trained"),
+    [
+        # 37 prompts: 18 batches of 2 x 8 of an epoch are 4.5 steps of 64.
+        ("num_generations=8, per_device_train_batch_size=16, gradient_accumulation_steps=4, "
+         "steps_per_generation=1, num_train_epochs=2", (32, 64, 576, 640)),
+        # 18 batches of 2 x 4 are 7.2 steps of 20.
+        ("num_generations=4, per_device_train_batch_size=4, gradient_accumulation_steps=5, "
+         "steps_per_generation=2, num_train_epochs=1", (4, 20, 144, 160)),
+        ("num_generations=8, per_device_train_batch_size=16, gradient_accumulation_steps=4, "
+         "steps_per_generation=1, max_steps=6", (32, 64, 352, 384)),
+        ("num_generations=8, per_device_train_batch_size=16, gradient_accumulation_steps=4, "
+         "steps_per_generation=1, max_steps=4", None),
+        ("num_generations=8, per_device_train_batch_size=16, gradient_accumulation_steps=3, "
+         "steps_per_generation=1", None),
+    ],
+)  # fmt: skip
+def test_a_short_last_step_of_an_epoch_is_said_with_both_numbers(
+    tmp_path, monkeypatch, given, trained
+):
+    monkeypatch.chdir(tmp_path)
+    Path("p.jsonl").write_text('{"prompt": "1", "answer": "1"}\n' * 37)
+    data = 'load_dataset("json", data_files="p.jsonl", split="train")'
+    program = f"GRPOTrainer('m', f, GRPOConfig({given}), train_dataset={data})"
+    lines = translated(tmp_path, "t.py", program).differing
+    numbers = [re.findall(r" (\d+)", line) for line in lines if "the last step" in line]
+    expected = [] if trained is None else [[trained[0], trained[1], trained[2], *trained[1::2]]]
+    assert numbers == [[*map(str, row)] for row in expected]
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,19 @@ def tis_by_loops(new, old, sampled, advantages, index):
     return losses
 
 
-LOOPS = {"gapo": gapo_by_loops, "cppo": cppo_by_loops, "tis": tis_by_loops}
+def rloo_by_loops(new, old, sampled, advantages, index):
+    losses = []
+    for document, length in enumerate(LENGTHS):
+        start = sum(LENGTHS[:document])
+        r = math.prod([(new[t] - old[t]).exp() for t in range(start, start + length)], start=1.0)
+        a = sum(float(advantages[t]) for t in range(start, start + length)) / length
+        bounded = min(max(float(r.detach()), 0.8), 1.2)
+        clips = float(r.detach()) * a > bounded * a
+        losses.append([0 * r - bounded * a if clips else -r * a] * length)
+    return losses
+
+
+LOOPS = {"gapo": gapo_by_loops, "cppo": cppo_by_loops, "tis": tis_by_loops, "rloo": rloo_by_loops}
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -109,8 +121,9 @@ def test_value_and_gradient_are_those_of_loops(name):
     loss, gradient = expected(LOOPS[name](leaf, old, sampled, advantages, index), leaf)
     mask = torch.ones_like(index, dtype=torch.bool)
     options = {"group_index": torch.tensor(GROUPS), "sampling_log_probs": sampled}
-    if name == "gapo":  # the others read none, and it reads no sampler's
+    if name == "gapo":  # the others read none
         options["rewards"] = torch.tensor(REWARDS, dtype=torch.float64)
+    if name in ("gapo", "rloo"):
         del options["sampling_log_probs"]
     made = step_coefficients(new, old, advantages, index, mask, loss=example(name), **options)
     assert float(made.loss) == pytest.approx(loss, rel=1e-12)
