@@ -152,7 +152,8 @@ def policy_loss(
 
     loss: the name of a family (a key of pgtoolkit.families.FAMILIES) with the values of its paper,
         a family object, such as pgtoolkit.families.Cispo(epsilon_high=2.0), or a function of your
-        own (see "A loss of your own" in docs/losses.md).
+        own (see "A loss of your own" in docs/losses.md). One that compares documents, such as "tpo"
+        and "lpo", needs coefficients.
     parameters: other values than the paper's for a family given by name, such as epsilon_low and
         epsilon_high; or than the defaults of the function's own parameters.
     rewards: (documents,) floating, each document's reward, for a function that asks for it.

@@ -101,8 +101,8 @@ class Lpo(FunctionFamily):
     )
     scale: Scale = parameter(
         Scale.deviation,
-        help="What the rewards are divided by in the target: the deviation of the group, its mean, "
-        "or nothing.",
+        help="What the rewards are divided by in the target: the group's population deviation, its "
+        "mean, or nothing.",
     )
     temperature: float | None = parameter(
         None,
@@ -114,7 +114,8 @@ class Lpo(FunctionFamily):
 
     @property
     def equation(self) -> str:
-        divisor = {"deviation": "deviation of R in the group", "mean": "mean of R", "none": "1"}
+        deviation = "population deviation of R in the group"
+        divisor = {"deviation": deviation, "mean": "mean of R", "none": "1"}
         by = divisor[self.scale] if self.temperature is None else f"{self.temperature:g}"
         pair = "target || softmax(s)" if self.divergence == "forward" else "softmax(s) || target"
         return (
