@@ -154,7 +154,7 @@ class StepTotals:
         itself.
     completions_by_sign, tokens_by_sign: (num_groups, 3) int64, a group's documents with A < 0,
         A = 0 and A > 0, and their trained tokens. A document without a trained token counts as one
-        with A = 0. None where no aggregation asks for them.
+        with A = 0. None where they are not counted.
     mean_factor: the mean of the correction's factors, where these are divided by it; else None. In
         a run it is in float64.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shlex
+from collections.abc import Sequence
 from enum import IntEnum
 
 MAX_CHARACTERS = 1000
@@ -108,9 +109,16 @@ class ConfigError(PgtoolkitError):
 
 
 class DataError(PgtoolkitError, ValueError):
-    """A document cannot be trained on; the message names it."""
+    """A document cannot be trained on; the message names it.
+
+    documents: the numbers of documents in a call that knows no names of them.
+    """
 
     exit_status = ExitStatus.bad_data
+
+    def __init__(self, message: str, documents: Sequence[int] = ()):
+        super().__init__(message)
+        self.documents = tuple(documents)
 
 
 class VerifierLost(DataError):

@@ -328,7 +328,8 @@ def _check_groups(tokens: Tokens, totals: StepTotals | None, loss: Loss) -> None
     if aggregation.by_sign and not has_signs:
         raise ValueError(
             f"{name} needs totals with completions_by_sign and tokens_by_sign: a group's documents "
-            "with A < 0, A = 0 and A > 0, and their trained tokens"
+            "with A < 0, A = 0 and A > 0, and their trained tokens. make_step counts them where "
+            "each document has one advantage and none names a trajectory"
         )
 
 

@@ -656,7 +656,8 @@ class Objective:
         sentences = [*self._data().faults(log_probs, made_from)]
         sentences = sentences or ["the inputs need a finite sum at each trained position."]
         of_rewards = [sentence.startswith("rewards ") for sentence in sentences]
-        raise DataError(f"{' '.join(sentences)} {_DROP_THEM if all(of_rewards) else _MASK_THEM}")
+        use = _DROP_THEM if all(of_rewards) else _MASK_THEM
+        raise DataError(f"{' '.join(sentences)} {use}", documents)
 
     def check_function(self, log_probs: Tensor) -> None:
         """Raise ValueError for a function of the user's own that gives a trained token a loss or a
@@ -758,5 +759,6 @@ class Objective:
                 raise DataError(
                     f"{name} needs log-probs, which are at most 0, at trained positions (got "
                     f"{highest:.6g} in document {document}). Probabilities are given as their "
-                    "logarithms, and logits as their log_softmax."
+                    "logarithms, and logits as their log_softmax.",
+                    [document],
                 )

@@ -18,6 +18,7 @@ from pgtoolkit.document import (
     trajectories_of,
 )
 from pgtoolkit.losses.checks import check_whole, shown
+from pgtoolkit.losses.documents import counted_by_sign
 from pgtoolkit.rollouts.batch_counts import saves_a_fifth
 from pgtoolkit.system.declared import AutoOrBool
 
@@ -39,7 +40,8 @@ def make_step(
 
     All ranks have the same number of micro-batches, so that none waits for another in vain: where
     the documents of a rank run out, its further micro-batches are empty. Groups and trajectories
-    are numbered within the step.
+    are numbered within the step. The totals also count by the sign of the advantage, where each
+    document has one advantage and none names a trajectory.
     """
     check_whole("max_tokens", max_tokens, 1)
     if share_prompts not in (True, False, "auto"):
@@ -49,6 +51,10 @@ def make_step(
     trajectories = tokens_per_trajectory = None
     if any(document.trajectory is not None for document in documents):
         trajectories, tokens_per_trajectory = _numbered(trajectories_of(documents), trained)
+    by_sign = None
+    if trajectories is None:
+        by_sign = _by_sign(documents, trained, groups, len(tokens_per_group))
+    completions_by_sign, tokens_by_sign = by_sign or (None, None)
     totals = StepTotals(
         num_documents=len(documents),
         num_tokens=sum(trained),
@@ -56,6 +62,8 @@ def make_step(
         num_groups=len(tokens_per_group),
         tokens_per_group=tokens_per_group,
         tokens_per_trajectory=tokens_per_trajectory,
+        completions_by_sign=completions_by_sign,
+        tokens_by_sign=tokens_by_sign,
     )
     sharing = is_sharing(share_prompts, documents)
     shares = divide_among_ranks(documents, data_size, sharing)
@@ -75,6 +83,30 @@ def make_step(
             )
         )
     return Step(micro_batches, totals, documents, state_after or {})
+
+
+def _by_sign(
+    documents: Sequence[Document], trained: list[int], groups: list[int], num_groups: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return (completions_by_sign, tokens_by_sign) of `StepTotals`.
+
+    None where a document has several advantages, or its numbers lie on another rank.
+    trained, groups: of each document, its trained tokens and the number of its group.
+    """
+    if any(document.advantages.is_meta for document in documents):
+        return None
+    counts = torch.tensor(trained, dtype=torch.int64)
+    of_tokens = torch.cat([torch.empty(0), *(each.advantages.cpu() for each in documents)])
+    has_tokens = counts > 0
+    starts = (counts.cumsum(0) - counts)[has_tokens]
+    of_documents = of_tokens[starts]
+    changes = of_tokens[1:] != of_tokens[:-1]
+    changes[starts[1:] - 1] = False
+    if changes.any() or of_documents.isnan().any():
+        return None
+    signs = torch.zeros_like(counts)
+    signs[has_tokens] = of_documents.sign().long()
+    return counted_by_sign(torch.tensor(groups, dtype=torch.int64), signs, counts, num_groups)
 
 
 def _chosen(numbers: list[int] | None, places: list[int]) -> torch.Tensor | None:

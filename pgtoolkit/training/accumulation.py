@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypedDict, cast
 
 import torch
@@ -25,13 +25,22 @@ from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.loss_scale import LossScale
+from pgtoolkit.training.schedulers import (
+    SchedulerSteps,
+    check_callback,
+    check_optimizers,
+    check_schedulers,
+)
 
 log = logging.getLogger("pgtoolkit")
 
 _MUST_BE_FINITE = ("loss", "grad_norm", "value_loss", "critic_grad_norm")
 """Metrics without which there is no update; a step has some or all of them."""
 
-_COUNTERS = ("num_updates", "num_skipped_steps", "documents_seen", "documents_trained")
+_COUNTERS = (
+    *("num_updates", "updates_in_epoch", "num_skipped_steps"),
+    *("documents_seen", "documents_trained"),
+)
 """What a module has counted, which a checkpoint of the Trainer keeps."""
 
 KEPT = "pgtoolkit"
@@ -60,10 +69,14 @@ class StepOutput(TypedDict):
 class DynamicAccumulation(lightning.LightningModule):
     """A LightningModule whose batch is a Step, and whose `training_step` makes one update.
 
-    A subclass defines a micro-batch's share of the loss (`micro_batch_loss`) and its single
-    optimizer (`configure_optimizers`). This class does the rest: forward and backward of every
-    micro-batch, the sum of gradients and metrics over ranks, clipping, and the update. There is no
-    update if the step has no trained token, or if its loss or its gradient is not finite.
+    A subclass defines a micro-batch's share of the loss (`micro_batch_loss`), which is a PolicyLoss
+    with the step's totals, and its single optimizer (`configure_optimizers`), which takes one
+    gradient, unlike LBFGS. This class does the rest: forward and backward of every micro-batch, the
+    sum of gradients and metrics over ranks, clipping, and the update. There is no update if the
+    step has no trained token, or if its loss or its gradient is not finite.
+    Schedulers from `configure_optimizers` are stepped here, by interval and frequency: of "step",
+    after updates; of "epoch", after the last step of an epoch. A ReduceLROnPlateau is refused, and
+    the refusal says how to step it.
     Steps come with their totals, from `rollouts.step_loader.StepLoader`, which gathers documents
     until `docs_per_step`, or from a DataLoader that collates with `rollouts.steps.make_step`.
 
@@ -72,6 +85,8 @@ class DynamicAccumulation(lightning.LightningModule):
     max_bad_steps: after this number of bad steps in a row NumericalError is raised. A step is bad
         if its loss or its gradient is not finite.
     num_updates: the updates made so far.
+    updates_in_epoch: those in the Trainer's present epoch, of which the frequency of a scheduler
+        counts.
     documents_seen: the documents of all steps so far, also of those without an update. Each counts
         once, however many passes train it.
     documents_trained: the same with each document counted in each pass; None where each batch is
@@ -97,6 +112,10 @@ class DynamicAccumulation(lightning.LightningModule):
     """Whether each step's metrics go to the callbacks and loggers of the Trainer from here; `fit`
     does it by itself, for several ranks."""
 
+    at_end_of_epoch: Callable[[], bool] | None = None
+    """Returns whether a step was the last one of an epoch; None: the Trainer knows. `fit` sets it,
+    for whose epochs the Trainer knows no length."""
+
     def __init__(
         self,
         layout: Layout = ONE_PROCESS,
@@ -109,11 +128,13 @@ class DynamicAccumulation(lightning.LightningModule):
         self.max_grad_norm = max_grad_norm
         self.max_bad_steps = max_bad_steps
         self.num_updates = 0
+        self.updates_in_epoch = 0
         self.documents_seen = 0
         self.documents_trained: int | None = None
         self.num_skipped_steps = 0
         self._bad_steps_in_a_row = 0
-        self._steps_in_trainer: int | None = None
+        self._steps_in_trainer = 0
+        self._scheduler_steps = SchedulerSteps()
 
     def micro_batch_loss(self, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
         """Return this micro-batch's share of the step's loss, as `pgtoolkit.policy_loss` does.
@@ -161,10 +182,42 @@ class DynamicAccumulation(lightning.LightningModule):
         """
         outputs = []
         for micro_batch in micro_batches:
-            output = self.micro_batch_loss(micro_batch.counted().to(self.device), totals)
+            output = self._loss_of(micro_batch, totals)
             self.manual_backward(self.scaled(output.loss))
             outputs.append(output)
         return outputs
+
+    def _loss_of(self, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
+        """Return what a subclass makes of a micro-batch.
+
+        Raises TypeError for another result than a PolicyLoss, ValueError for one of other totals
+        than the step's, and DataError, with the names of documents, for their data.
+        """
+        try:
+            output = self.micro_batch_loss(micro_batch.counted().to(self.device), totals)
+        except DataError as error:
+            if not error.documents or error.documents[-1] >= len(micro_batch.names):
+                raise
+            numbers = error.documents[:_MOST_NAMES]
+            named = "; ".join(f"{number} is {micro_batch.names[number]}" for number in numbers)
+            raise DataError(f"{error} Of the documents of this micro-batch {named}.") from error
+        name = f"{type(self).__name__}.micro_batch_loss"
+        if not isinstance(output, PolicyLoss):
+            raise TypeError(
+                f"{name} needs to return a PolicyLoss (got {type(output).__name__}). The metrics "
+                "of the step are in it, too. Use return pgtoolkit.policy_loss(..., totals=totals), "
+                "without .loss."
+            )
+        got = output.totals
+        counts = [(int(of.num_documents), int(of.num_tokens)) for of in (totals, got)]
+        if got is not totals and counts[0] != counts[1]:
+            of_step, of_loss = [f"{each[0]} documents with {each[1]}" for each in counts]
+            raise ValueError(
+                f"{name} needs the totals of the step, of {of_step} trained tokens (got those of "
+                f"{of_loss}). Its loss would be that of a step of its own. Use "
+                "pgtoolkit.policy_loss(..., totals=totals)."
+            )
+        return output
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return a loss times the loss scale, if there is one, for its backward pass."""
@@ -197,7 +250,8 @@ class DynamicAccumulation(lightning.LightningModule):
             setattr(self, name, kept[name])
 
     def configure_callbacks(self) -> list[lightning.Callback]:
-        """Refuse a Trainer that is to clip or to accumulate, and return no callbacks.
+        """Refuse a Trainer that is to clip or to accumulate, and callbacks that would do something
+        else than they say; return no callbacks.
 
         Lightning asks for them before it refuses both by itself, with advice that leads nowhere.
         """
@@ -215,17 +269,24 @@ class DynamicAccumulation(lightning.LightningModule):
                 "micro-batches as it has. Use steps of more documents, such as "
                 "DataLoader(batch_size=...) or accumulation.docs_per_step."
             )
+        for callback in self.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]  (set by Lightning's connector)
+            self._check_callback(callback)
         return []
+
+    def _check_callback(self, callback: lightning.Callback) -> None:
+        """Raise ValueError for a callback that would do something else than it says."""
+        check_callback(self, callback)
 
     def on_train_start(self) -> None:
         self._steps_in_trainer = 0
+        self._scheduler_steps.begin()
 
     def _report(self, metrics: dict[str, float]) -> None:
         """Give a step's metrics to the callbacks and loggers of a Trainer.
 
         Not by LightningModule.log, which takes 49 ms for sixty numbers.
         """
-        if self._steps_in_trainer is None or not self.reports_metrics:
+        if self._trainer is None or not self.reports_metrics:
             return
         trainer = self.trainer
         tensors = {name: torch.tensor(float(value)) for name, value in metrics.items()}
@@ -239,7 +300,7 @@ class DynamicAccumulation(lightning.LightningModule):
 
     def on_fit_start(self) -> None:
         """Refuse a Trainer of several devices, which would silently change the gradients, and one
-        of a precision that it cannot give to steps."""
+        of a precision that it cannot give to steps; then optimizers and schedulers."""
         self.check_precision(self.trainer.precision)
         if self.trainer.world_size > 1:
             raise ValueError(
@@ -247,6 +308,13 @@ class DynamicAccumulation(lightning.LightningModule):
                 f"{self.trainer.world_size} devices). Lightning would average gradients that have "
                 "to be summed. Use devices=1, and a layout for several processes."
             )
+        name = type(self).__name__
+        check_optimizers(name, self.trainer.optimizers, self.parameters())
+        self._check_schedulers()
+
+    def _check_schedulers(self) -> None:
+        """Raise ValueError for a scheduler that cannot be stepped as it is meant."""
+        check_schedulers(type(self).__name__, self.trainer.lr_scheduler_configs)
 
     def check_precision(self, precision: str) -> None:
         """Raise ValueError for a Trainer's precision under which the module cannot be trained.
@@ -279,9 +347,30 @@ class DynamicAccumulation(lightning.LightningModule):
         The metrics reach callbacks as `trainer.callback_metrics`, the Trainer's loggers, and
         `Callback.on_train_batch_end` under the key "metrics".
         """
+        if batch_index == 0:
+            self.updates_in_epoch = 0
+        updates_before = self.num_updates
         output = self.take_step(step)
+        made_update = self.num_updates > updates_before
+        self.updates_in_epoch += made_update
         self._report(output["metrics"])
+        if self._trainer is not None:
+            counts = {}
+            if made_update:
+                counts["step"] = self.updates_in_epoch
+            if self._ends_epoch(batch_index):
+                counts["epoch"] = self.current_epoch + 1
+            self._step_schedulers(counts)
         return output
+
+    def _step_schedulers(self, counts: dict[str, int]) -> None:
+        """Do the work of `SchedulerSteps.step`."""
+        self._scheduler_steps.step(self, counts)
+
+    def _ends_epoch(self, batch_index: int) -> bool:
+        if self.at_end_of_epoch is not None:
+            return self.at_end_of_epoch()
+        return self.trainer.is_last_batch or batch_index + 1 == self.trainer.num_training_batches
 
     def take_step(self, step: Step) -> StepOutput:
         """Do the work of `training_step`, but for reporting."""

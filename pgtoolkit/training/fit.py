@@ -59,6 +59,7 @@ def run_steps(
     """
     module.reports_metrics = False  # `Reporting` does it
     batches = BatchesOfRollouts(loader)
+    module.at_end_of_epoch = lambda: batches.ends_batch
     callbacks: list[lightning.Callback] = [_EndOfData(batches)]
     reporting = None
     if parts:
@@ -91,7 +92,11 @@ def run_steps(
         enable_progress_bar=parts.has(frameworks.callbacks.ProgressBar),
         enable_model_summary=parts.has(frameworks.callbacks.ModelSummary),
     )
-    trainer.fit(module, batches)
+    try:
+        trainer.fit(module, batches)
+    finally:
+        module.reports_metrics = True  # to a Trainer that may come later
+        module.at_end_of_epoch = None
 
 
 class BatchesOfRollouts:

@@ -25,9 +25,11 @@ with imports_skipping(**_STAND_INS):
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.profilers import Profiler
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 __all__ = [
     "DummyLogger",
+    "LRSchedulerConfig",
     "LightningEnvironment",
     "Logger",
     "Profiler",

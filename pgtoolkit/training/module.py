@@ -44,6 +44,7 @@ from pgtoolkit.training.accumulation import (
     StepOutput,
 )
 from pgtoolkit.training.critic import Critic
+from pgtoolkit.training.frameworks import callbacks, lightning
 from pgtoolkit.training.loss_scale import LossScale
 from pgtoolkit.training.optimizer import LearningRate, make_optimizer
 from pgtoolkit.training.settings import CriticSettings, OptimizerSettings, Schedule
@@ -176,6 +177,23 @@ class PolicyGradientModule(DynamicAccumulation):
             updates -= self.critic.settings.steps_before_policy
         self._schedule = LearningRate(optimizer, self._optimizer_settings, updates)
         return [optimizer], [{"scheduler": self._schedule, "interval": "step"}]
+
+    def _check_schedulers(self) -> None:
+        """Raise ConfigError for a scheduler other than the one of the settings, which sets the rate
+        of each update."""
+        for config in self.trainer.lr_scheduler_configs:
+            if config.scheduler is not self._schedule:
+                name = type(config.scheduler).__name__
+                raise ConfigError(_sets_the_rate(name, "no scheduler of your own"))
+
+    def _check_callback(self, callback: lightning.Callback) -> None:
+        if isinstance(callback, callbacks.StochasticWeightAveraging):
+            name = type(callback).__name__
+            raise ConfigError(_sets_the_rate(name, f"a Trainer without {name}"))
+        super()._check_callback(callback)
+
+    def _step_schedulers(self, counts: dict[str, int]) -> None:
+        pass  # `before_update` sets the rate, by the number of the update.
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep in a checkpoint of the Trainer what that does not know of."""
@@ -626,6 +644,17 @@ class PolicyGradientModule(DynamicAccumulation):
 
     def _with_precision(self, head: LMHead) -> LMHead:
         return replace(head, fp32_logits=self.policy.fp32_lm_head)
+
+
+def _sets_the_rate(got: str, needs: str) -> str:
+    """Return the refusal of what would set the learning rate beside the settings."""
+    return refusal(
+        setting="PolicyGradientModule",
+        needs=needs,
+        got=got,
+        reason="Its optimizer's settings give the learning rate of each update.",
+        use="OptimizerSettings(schedule=..., warmup_steps=...)",
+    )
 
 
 def _at_places_of_policy(values: Tensor, micro_batch: MicroBatch) -> Tensor:

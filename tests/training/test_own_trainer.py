@@ -186,3 +186,17 @@ def test_a_checkpoint_of_the_trainer_that_lacks_what_a_module_goes_on_with_is_re
         ConfigError, match=rf"\(got one without adaptive_kl, loss_scale\).* {remedy}"
     ):
         module.on_load_checkpoint(checkpoint)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_scheduler_beside_that_of_the_settings_is_refused():
+    module = make_module()
+    configured = module.configure_optimizers
+
+    def with_another():
+        optimizers, schedulers = configured()
+        return optimizers, [*schedulers, torch.optim.lr_scheduler.StepLR(optimizers[0], 1)]
+
+    module.configure_optimizers = with_another
+    with pytest.raises(ConfigError, match=r"no scheduler of your own \(got StepLR\)"):
+        lightning.Trainer(max_steps=1, logger=False, **QUIET).fit(module, steps())
