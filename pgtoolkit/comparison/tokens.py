@@ -279,15 +279,13 @@ def last_of_batch(rollout: Rollout, per_step: int, checkpoint: dict | None) -> i
 def _columns(made: MadeStep, configured: list[tuple[list[str], Config]]) -> Iterator[LossOnStep]:
     """Yield each different loss on the step, the run's own first."""
     known: list[Loss] = []
+    choices: list[list[object]] = []  # functions of the user's own are made anew for each loss
     for job, config in configured:
         loss = loss_of(config)
-        if loss in known:
+        choice = [plain_config(config).get(group) for group in OF_THE_LOSS]
+        if loss in known or choice in choices:
             continue
-        label = (
-            " ".join(job)
-            if known
-            else f"loss={chosen(config, 'loss')} aggregation={chosen(config, 'aggregation')}"
-        )
+        label = " ".join(job) if known else _first_label(job, config)
         lines = [line for line in equation(config)[1:] if line.strip().startswith(_TERMS)]
         shown = loss
         if loss.family.score_centering:
@@ -295,6 +293,15 @@ def _columns(made: MadeStep, configured: list[tuple[list[str], Config]]) -> Iter
             shown = replace(loss, family=replace(loss.family, score_centering=False))
         yield replace(loss_on_step(made, shown), label=label, lines=lines)
         known.append(loss)
+        choices.append(choice)
+
+
+def _first_label(job: list[str], config: Config) -> str:
+    """Return the label of the first loss: its options of loss and aggregation, and the other keys
+    that were typed for it."""
+    options = [f"{group}={chosen(config, group)}" for group in ("loss", "aggregation")]
+    others = [override for override in job if key_of(override) not in ("loss", "aggregation")]
+    return " ".join([*options, *others])
 
 
 def _origin_of_weights(run_dir: Path | None, checkpoint: dict | None, number: int) -> str:

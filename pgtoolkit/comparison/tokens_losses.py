@@ -42,8 +42,8 @@ CLIPS = (
 """Effects of a family's bounds on a token, by number.
 
 Below or above the bounds the coefficient is unchanged where the advantage has the other sign,
-capped where the weight stays at the bound, or cut to 0. Clamped: the log-ratio lies beyond plus or
-minus 20.
+capped where the weight stays at the bound, or cut to 0; a token of weight 0 has none to change.
+Clamped: the log-ratio lies beyond plus or minus 20.
 """
 
 
@@ -203,8 +203,9 @@ def _clips(loss: Loss, piece: _Piece, made: MadeStep) -> Tensor:
     low, high, cut_low, cut_high = clips(objective, log_probs)
     # As in CLIPS: 1 is unchanged, 2 capped and 3 cut below the bounds, and 3 more above them.
     effect = torch.where(terms.slope == 0, 3, 2)
-    below = torch.where(cut_low, effect, low.long())
-    above = torch.where(cut_high, effect, high.long())
+    has_weight = objective.weights != 0
+    below = torch.where(cut_low & has_weight, effect, low.long())
+    above = torch.where(cut_high & has_weight, effect, high.long())
     places = torch.where(above > 0, above + 3, below)
     return torch.where(terms.clamped, CLIPS.index("clamped"), places).to(torch.uint8)
 

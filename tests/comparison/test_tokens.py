@@ -255,6 +255,12 @@ def test_recorded_rollouts_of_any_model_are_shown_without_a_run(tmp_path, capsys
     )
     assert re.search(r"loss=cispo aggregation=token_mean +-?\d", printed)
     assert '"label": "aggregation=token_mean loss=reinforce"' in page.read_text()
+    own = "loss=losses.families.squared"
+    columns = inspect(words[0], [*words[1:], own, "loss.tau=0.5,0.0"], None).columns
+    assert [column.label for column in columns] == [
+        f"{own} aggregation=token_mean loss.tau=0.5",
+        f"aggregation=token_mean {own} loss.tau=0.0",
+    ]
     with pytest.raises(ConfigError, match="--step=301 needs a step from 1 to 300"):
         inspect(words[0], words[1:], 301)
     with pytest.raises(DataError, match=r"--step=3 needs data for 3 steps \(got 1\)"):

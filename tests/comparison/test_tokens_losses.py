@@ -249,6 +249,42 @@ def test_ratio_and_clip_are_those_of_the_reference_whatever_the_correction(
     assert clips >= CLIPS_OF_LOSS.get(loss, {"inside"})
 
 
+def leaky(log_ratio, advantages, ratio):
+    r = ratio(log_ratio)
+    beyond = r.clamp(0.9, 1.1) + 0.1 * (r - r.clamp(0.9, 1.1))
+    return -torch.minimum(r * advantages, beyond * advantages), {"bounds": (0.9, 1.1)}
+
+
+@pytest.mark.parametrize(
+    ("family", "effect"),
+    [(family_of("grpo", epsilon_high=0.1), "cut"), (FunctionLoss(leaky), "capped")],
+)
+def test_a_token_of_weight_0_is_not_counted_as_cut_or_capped(made, family, effect):
+    left_out = 2
+    pieces = []
+    is_left_out = []
+    for piece in made.pieces:
+        tokens = piece.micro_batch
+        excluded = torch.tensor([name == f"{left_out}" for name in tokens.names])
+        pieces.append(replace(piece, micro_batch=replace(tokens, excluded=excluded)))
+        is_left_out += excluded[tokens.document_index[tokens.labels >= 0]].tolist()
+    before, after = (
+        [
+            CLIPS[clip]
+            for clip in loss_on_step(step, Loss(family, aggregation_of("token_mean"))).vectors[
+                "clip"
+            ]
+        ]
+        for step in (made, replace(made, pieces=pieces))
+    )
+    expected = [
+        clip.replace(effect, "unchanged") if excluded else clip
+        for clip, excluded in zip(before, is_left_out, strict=True)
+    ]
+    assert before != expected
+    assert after == expected
+
+
 def log_ratio_and_advantage(family: Family, expected: ByLoops, place: int) -> tuple[float, float]:
     """Return the log-ratio before its clamp and the advantage that a family compares for a token,
     by plain loops."""

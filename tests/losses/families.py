@@ -70,3 +70,8 @@ class FailsLater(Squared):
 
 def no_family(tau: float = 0.1) -> float:
     return tau
+
+
+def squared(log_ratio: Tensor, advantages: Tensor, *, tau: float = 0.1) -> Tensor:
+    """-A s + (tau / 2) s^2, as a function"""
+    return -advantages * log_ratio + tau / 2 * log_ratio**2
