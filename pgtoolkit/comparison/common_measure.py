@@ -13,15 +13,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pgtoolkit.comparison.compared_runs import learned
+from pgtoolkit.comparison.measures import AXES
 from pgtoolkit.config.defaults import Computed, scores_by_own_code
 from pgtoolkit.config.evaluation_sets import (
     DEFAULT_SET,
     values_of_set,
 )
 from pgtoolkit.config.keys import KEYS, OPTION_KEYS, shown
+from pgtoolkit.config.own_code import PARAMETERS
 from pgtoolkit.runs.declared_metrics import metric_named
 from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE
+from pgtoolkit.runs.metric import OF_OWN_METRICS
 from pgtoolkit.system.declared import REQUIRED, Alters, Dictionary
 from pgtoolkit.system.functions import is_dotted_path
 from pgtoolkit.system.report import text
@@ -75,7 +78,7 @@ class Difference:
 def kinds_of(metric: str) -> frozenset[Alters]:
     """Return the kinds of keys that change a metric themselves."""
     declared = metric_named(metric)
-    is_formula = declared is not None and bool(declared.in_formula)
+    is_formula = bool(_in_formula(metric))
     if declared is not None and declared.over in _OF_A_STEP_S_SIZE and not is_formula:
         return frozenset()
     kinds = {*_OF_DOCUMENTS, Alters.end}
@@ -88,10 +91,29 @@ def kinds_of(metric: str) -> frozenset[Alters]:
     return frozenset(kinds)
 
 
+def _in_formula(metric: str) -> tuple[str, ...]:
+    """Return the groups and keys that are in the formula of a metric."""
+    if is_own_metric(metric):
+        return OF_OWN_METRICS
+    declared = metric_named(metric)
+    return () if declared is None else declared.in_formula
+
+
+def is_own_metric(metric: str) -> bool:
+    """Return whether a metric is one that a loss of the user's own returns: all others are
+    declared."""
+    is_known = metric_named(metric) is not None or metric in AXES
+    return not is_known and not metric.startswith(HELD_OUT)
+
+
 @functools.cache
 def altering(name: str) -> frozenset[Alters]:
-    """Return what a key changes, also an entry of a free-form one; empty for one that changes only
-    what is learned."""
+    """Return what a key changes, also an entry of a free-form one, and a parameter of code of the
+    user's own; empty for one that changes only what is learned."""
+    group, _, parameter = name.partition(".")
+    is_one_name = parameter != "" and "." not in parameter
+    if is_one_name and name not in _DEFAULTS and group in PARAMETERS:
+        name = PARAMETERS[group]
     while name not in _KINDS and "." in name:
         name = name.rpartition(".")[0]
     return _KINDS.get(name, frozenset())
@@ -100,10 +122,9 @@ def altering(name: str) -> frozenset[Alters]:
 def alters(name: str, metric: str) -> frozenset[Alters]:
     """Return what of a metric of training a key changes itself; empty where it does not."""
     kinds = altering(name) & kinds_of(metric)
-    declared = metric_named(metric)
-    if Alters.formula not in kinds or declared is None:
+    if Alters.formula not in kinds:
         return kinds
-    places = declared.in_formula
+    places = _in_formula(metric)
     is_in_formula = any(name == place or name.startswith(f"{place}.") for place in places)
     return kinds if is_in_formula else kinds - {Alters.formula}
 
@@ -125,6 +146,8 @@ def measured_as(run: Run, metric: str, ignore_code: bool = False) -> dict[str, o
         code = (CODE,) if Alters.scores in kinds_of(metric) else ()
     if not ignore_code:
         scoring = [*_modules_that_score(run)]
+        if is_own_metric(metric):
+            scoring.append(_module_of_loss(run))
         for name in run.trained_with:
             prefix = next((prefix for prefix in code if name.startswith(prefix)), None)
             if prefix and (prefix == EVALUATION_CODE or name.removeprefix(prefix) in scoring):
@@ -246,7 +269,8 @@ def _option_differs(name: str, first: Mapping[str, object], second: Mapping[str,
 def _difference(name: str, first: Run, second: Run, metric: str, value: object) -> Difference:
     """Return a difference in words. name: in `measured_as`. value: that of the first run."""
     if name.startswith((CODE, EVALUATION_CODE)):
-        return Difference(name, Alters.scores, None)
+        is_loss = is_own_metric(metric) and name == CODE + _module_of_loss(first)
+        return Difference(name, Alters.formula if is_loss else Alters.scores, None)
     if name.startswith(CONTENTS):
         return Difference(name, Alters.prompts, None)
     if not metric.startswith(HELD_OUT):
@@ -332,6 +356,11 @@ def nested(config: Mapping[str, object], prefix: str) -> Dictionary:
             place = place.setdefault(parent, {})
         place[leaf] = value
     return nested
+
+
+def _module_of_loss(run: Run) -> str:
+    """Return the module of a run's loss of the user's own; "" for another loss."""
+    return str(run.config.get("loss.path") or "").rpartition(".")[0]
 
 
 def _modules_that_score(run: Run) -> Iterator[str]:

@@ -279,13 +279,16 @@ def last_of_batch(rollout: Rollout, per_step: int, checkpoint: dict | None) -> i
 def _columns(made: MadeStep, configured: list[tuple[list[str], Config]]) -> Iterator[LossOnStep]:
     """Yield each different loss on the step, the run's own first."""
     known: list[Loss] = []
-    choices: list[list[object]] = []  # functions of the user's own are made anew for each loss
+    choices: list[tuple[object, ...]] = []  # an own function is made anew for each loss
     for job, config in configured:
         loss = loss_of(config)
-        choice = [plain_config(config).get(group) for group in OF_THE_LOSS]
+        choice = tuple(plain_config(config).get(group) for group in OF_THE_LOSS)
         if loss in known or choice in choices:
             continue
-        label = " ".join(job) if known else _first_label(job, config)
+        label = " ".join(job)
+        if not known:
+            options = [f"{group}={chosen(config, group)}" for group in ("loss", "aggregation")]
+            label = _first_label(job, options)
         lines = [line for line in equation(config)[1:] if line.strip().startswith(_TERMS)]
         shown = loss
         if loss.family.score_centering:
@@ -296,12 +299,11 @@ def _columns(made: MadeStep, configured: list[tuple[list[str], Config]]) -> Iter
         choices.append(choice)
 
 
-def _first_label(job: list[str], config: Config) -> str:
+def _first_label(job: list[str], options: list[str]) -> str:
     """Return the label of the first loss: its options of loss and aggregation, and the other keys
     that were typed for it."""
-    options = [f"{group}={chosen(config, group)}" for group in ("loss", "aggregation")]
-    others = [override for override in job if key_of(override) not in ("loss", "aggregation")]
-    return " ".join([*options, *others])
+    groups = [key_of(option) for option in options]
+    return " ".join([*options, *(word for word in job if key_of(word) not in groups)])
 
 
 def _origin_of_weights(run_dir: Path | None, checkpoint: dict | None, number: int) -> str:

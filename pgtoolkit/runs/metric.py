@@ -12,7 +12,9 @@ OF_THE_WHOLE_LOSS = (
     *("loss", "aggregation", "correction", "kl", "entropy", "advantage", "critic"),
     *("accumulation", "rollout"),
 )
-"""What is in the formula of ratios, of advantages, and of the loss."""
+OF_OWN_METRICS = *OF_RATIOS, *OF_ADVANTAGES
+"""What is in the formula of ratios, of advantages, of the loss, and of a metric that a loss of the
+user's own returns."""
 
 
 @dataclass(frozen=True)

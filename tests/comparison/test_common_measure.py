@@ -119,6 +119,10 @@ def test_of_two_options_with_keys_of_their_own_the_option_alone_is_a_reason():
     [
         ("loss.name", "kl_new_old", "no common measure"),
         ("aggregation.mode", "grad_norm", "no common measure"),
+        ("loss.name", "metric_of_own_loss", "no common measure"),
+        ("loss.leak", "metric_of_own_loss", "no common measure"),
+        ("loss.leak", "loss", "no common measure"),
+        ("loss.leak", "completion_length", "lower"),
         ("loss.name", "kl_ref", "lower"),
         ("loss.name", "entropy", "lower"),
         ("loss.name", "completion_length", "lower"),
@@ -142,6 +146,8 @@ def test_a_number_has_those_keys_in_its_formula_that_its_metric_declares():
         "kl_ref": {"kl.reference", "kl.kind"},
         "kl_new_old": {"loss.name", "loss.path", "rollout.old_log_probs"},
         "clipped_low_fraction": {*keys} - {"aggregation.mode"},
+        "metric_of_own_loss": {*keys} - {"aggregation.mode"},
+        "reward/NAME": set(),
         "advantage": {"advantage.estimator", "kl.coefficient", "kl.reference", "kl.kind"},
         "grad_norm": {*keys},
         "new_logprobs": set(),
@@ -367,13 +373,17 @@ def test_parameters_of_own_code_that_were_not_typed_have_their_defaults(tmp_path
     assert "loss.epsilon_low" not in [*other.keys, *other.following]
 
 
-def test_code_that_scores_changes_the_number_and_code_of_the_loss_does_not():
+def test_code_that_scores_changes_the_number_and_code_of_the_loss_its_own_metrics_alone():
     own = {"task.name": "prompts", "task.verifier": "rewards.judge", "loss.path": "losses.Mine"}
-    for module, expected in (("rewards", "no common measure"), ("losses", "worse")):
-        runs = two_arms(own, own)
+    for module, metric, expected in (
+        ("rewards", "reward", "no common measure"),
+        ("losses", "reward", "worse"),
+        ("losses", "metric_of_own_loss", "no common measure"),
+    ):
+        runs = two_arms(own, own, metric_of_own_loss=(0.5, 0.4))
         for place, run in enumerate(runs):
             run.trained_with = {f"code of {module}": "a" if place < 3 else "b"}
-        assert verdicts(compare(runs, "final:reward")) == [expected]
+        assert verdicts(compare(runs, f"final:{metric}")) == [expected]
 
 
 def with_contents(run: Run, key: str, path: str, contents: str) -> Run:
