@@ -27,7 +27,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Word:
-    """A word. raw: as it is written. array: the words in the brackets of `NAME=(...)`."""
+    """A word. raw: its text. array: the words in the brackets of `NAME=(...)`."""
 
     raw: str
     pieces: list[Piece]
@@ -36,7 +36,7 @@ class Word:
 
 @dataclass(frozen=True)
 class Statement:
-    """What all statements have. line: the number of the one where it begins. raw: its text."""
+    """A statement. line: the number of the line where it begins. raw: its text."""
 
     line: int
     raw: str
@@ -89,7 +89,7 @@ class Subshell(Statement):
 
 @dataclass(frozen=True)
 class Branches(Statement):
-    """`if`. branches: each condition with what runs if it holds; None for that of `else`."""
+    """`if`. branches: each condition and its statements; None for that of `else`."""
 
     branches: list[tuple[Sequence | None, Sequence]]
 
@@ -327,8 +327,8 @@ class _Reader:
                 break
             words.append(word)
         if is_test or not (words or redirected):
-            found = self.text[self.at : self.at + 1]
-            raise self._damage(f"{found} is not expected" if found.strip() else "it ends too early")
+            sign = self.text[self.at : self.at + 1]
+            raise self._damage(f"{sign} is not expected" if sign.strip() else "it ends too early")
         return Simple(self._line(start), self.text[start : self.at].strip(), words)
 
     def _branches(self) -> Statement:

@@ -47,12 +47,12 @@ _BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 _INTEGER = re.compile(r"-?(?:0|[1-9]\d{0,17})").fullmatch
 
 Value = str | list[str]
-"""What a variable holds: a text, or the elements of an array; an empty list where it is unset."""
+"""The text of a variable, or the elements of an array; an empty list for one that is unset."""
 
 
 @dataclass
 class State:
-    """What holds at a place of a script.
+    """Holds the variables, functions and folder at a place of a script.
 
     values: `@` has the arguments of a function. functions: what a name may be; None: no function.
     hidden: what the variables were that a function has of its own. folder: the script's own, seen
@@ -77,7 +77,7 @@ class State:
 
 
 class Words:
-    """Expands words by what variables hold, and notes what of these is not known.
+    """Expands words by the values of variables, and notes those that are not known.
 
     folder: the one that the script lies in, seen from the current one; None: it is not known.
     """
@@ -111,7 +111,7 @@ class Words:
 
     def _open(self, reason: str) -> None:
         """Note that each variable may be set here."""
-        self._now.opened = f"after {self._place} each variable may be another: {reason}"
+        self._now.opened = f"after {self._place}, each variable may be another: {reason}"
         self._forget(self._now.values.keys() - {"HOME", "PWD", "@"})
 
     def _fields(self, words: list[Word]) -> list[str]:
@@ -131,12 +131,12 @@ class Words:
                 if not piece.expands:
                     current = (current or "") + piece.text
                     continue
-                whole = None if piece.quoted else _QUOTED(piece.text)
-                is_whole = whole is not None and not self._held(whole[1], None)
+                default = None if piece.quoted else _QUOTED(piece.text)
+                is_default = default is not None and not self._held(default[1], None)
                 value, is_known = self._value(piece)
-                if is_whole:
+                if is_default:
                     is_known = False  # nothing that is in quotes is split
-                elif not (piece.quoted or whole) and re.search(
+                elif not (piece.quoted or default) and re.search(
                     r"^\$\{.*[\"'].*\s", piece.text, re.S
                 ):
                     value = piece.text
@@ -260,7 +260,7 @@ class Words:
         return text, False
 
     def _number(self, expression: str) -> int | None:
-        """Return the value of an arithmetic expression; None where it is not plainly seen."""
+        """Return the value of an arithmetic expression; None for one that is not plainly seen."""
 
         def value(match: re.Match[str]) -> str:
             held = self._held(match[1], None)
@@ -318,59 +318,61 @@ def _computed(node: ast.expr) -> int | None:
             number = _computed(operand)
             return -number if number is not None and isinstance(sign, ast.USub) else number
         case ast.BinOp(left=left, op=sign, right=right):
-            one = _computed(left)
-            two = _computed(right)
-            if one is None or two is None or abs(one) >= 2**31 or abs(two) >= 2**31:
+            first = _computed(left)
+            second = _computed(right)
+            if first is None or second is None or abs(first) >= 2**31 or abs(second) >= 2**31:
                 return None  # what bash wraps around
             match sign:
                 case ast.Add():
-                    return one + two
+                    return first + second
                 case ast.Sub():
-                    return one - two
+                    return first - second
                 case ast.Mult():
-                    return one * two
+                    return first * second
                 case ast.Div() | ast.Mod():
-                    whole = abs(one) // abs(two) * (1 if (one < 0) == (two < 0) else -1)
-                    return whole if isinstance(sign, ast.Div) else one - whole * two
+                    quotient = (
+                        abs(first) // abs(second) * (1 if (first < 0) == (second < 0) else -1)
+                    )
+                    return quotient if isinstance(sign, ast.Div) else first - quotient * second
         case ast.Compare(left=left, ops=[sign], comparators=[right]):
-            one = _computed(left)
-            two = _computed(right)
+            first = _computed(left)
+            second = _computed(right)
             names = {ast.Eq: "-eq", ast.NotEq: "-ne", ast.Lt: "-lt", ast.LtE: "-le"}
             names |= {ast.Gt: "-gt", ast.GtE: "-ge"}
-            if one is not None and two is not None and type(sign) in names:
-                return int(_COMPARED[names[type(sign)]](one, two))
+            if first is not None and second is not None and type(sign) in names:
+                return int(_COMPARED[names[type(sign)]](first, second))
     return None
 
 
-def merged(name: str, one: Value, two: Value) -> Value:
+def merged(name: str, before: Value, after: Value) -> Value:
     """Return what is certain of a variable that is one of two values.
 
     Settings that both have stay; of another one the key is certain, and its value the variable's
     name.
     """
-    if one == two:
-        return one
-    is_text = isinstance(one, str) and isinstance(two, str)
-    first = _split(one) if isinstance(one, str) else one
-    second = _split(two) if isinstance(two, str) else two
-    pairs = itertools.zip_longest(first, second)
+    if before == after:
+        return before
+    is_text = isinstance(before, str) and isinstance(after, str)
+    words_before = _split(before) if isinstance(before, str) else before
+    words_after = _split(after) if isinstance(after, str) else after
+    pairs = itertools.zip_longest(words_before, words_after)
     ahead = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
-    certain = {*_single(first)} & {*_single(second)}
+    certain = {*_single(words_before)} & {*_single(words_after)}
     behind: list[str] = []
-    for word in [*first[ahead:], *second[ahead:]]:
+    for word in [*words_before[ahead:], *words_after[ahead:]]:
         key = re.match(r"[^\s=]+=", word)
         kept = word if word in certain else f"{key[0] if key else ''}${name}"
-        if kept not in [*first[:ahead], *behind]:
+        if kept not in [*words_before[:ahead], *behind]:
             behind.append(kept)
-    words = [*first[:ahead], *behind]
+    words = [*words_before[:ahead], *behind]
     if all(f"${name}" not in word for word in words):
         words.append(f"${name}")
-    return " ".join(words) if is_text or _is_scalar(one, two) else words
+    return " ".join(words) if is_text or _is_scalar(before, after) else words
 
 
-def _is_scalar(one: Value, two: Value) -> bool:
+def _is_scalar(before: Value, after: Value) -> bool:
     """Return whether one of two values is a text, and the other one unset."""
-    return (isinstance(one, str) and two == []) or (isinstance(two, str) and one == [])
+    return (isinstance(before, str) and after == []) or (isinstance(after, str) and before == [])
 
 
 def _single(words: list[str]) -> list[str]:

@@ -66,7 +66,7 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
         line = f"{reason}{instead}"
         left[learned].setdefault(line, []).append(shown)
     left_out = {
-        learned: [_line(", ".join(names), line) for line, names in left[learned].items()]
+        learned: [_line(_listed(names), line) for line, names in left[learned].items()]
         for learned in left
     }
     lost = translation.theirs.lost
@@ -99,6 +99,15 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
     for title, lines in sections.items():
         if lines:
             yield from ("", title, *(f"  {line}".replace("`", "") for line in lines))
+
+
+def _listed(names: list[str]) -> str:
+    """Return settings in a row; of many defaults beside what the file sets it says how many."""
+    of_file = [shown for shown in names if not shown.endswith("(their default)")]
+    count = len(names) - len(of_file)
+    if count < 5 or not of_file:
+        return ", ".join(names)
+    return f"{', '.join(of_file)} and {count} of their defaults"
 
 
 def _on_no_version(translation: Translation) -> list[str]:

@@ -166,7 +166,9 @@ class Script(Words):
                 joined.values.pop(name, None)
             elif any(value != held[0] for value in held):
                 values = [[] if value is None else value for value in held]
-                joined.values[name] = reduce(lambda one, two: merged(name, one, two), values)
+                joined.values[name] = reduce(
+                    lambda before, after: merged(name, before, after), values
+                )
                 self._reasons[name] = self._place
         for name in dict.fromkeys(name for state in alive for name in state.functions):
             made = [may for state in alive for may in state.functions.get(name, [None])]
@@ -398,7 +400,7 @@ class Script(Words):
         return True if name in _SUCCEEDS else None
 
     def _note(self, words: list[str]) -> None:
-        """Note a command with what is to be said of its words."""
+        """Note a command and sentences on its words."""
         text = " ".join(words)
         named = dict.fromkeys(re.findall(r"\$\{?[!#]?(\w+)", text))
         places: dict[str, list[str]] = {}
@@ -460,14 +462,14 @@ class Script(Words):
             places = [path, *([self._home / path] if self._home else [])]
             if "PWD" not in self._now.values and not path.is_absolute():
                 places = []
-            found = next((place for place in places if place.is_file()), None)
-            if found is None or found.stat().st_size > 1 << 20 or not is_known(words[0]):
-                self._open(f"{words[0]} is not found" if found is None else "it is not read")
+            sourced = next((place for place in places if place.is_file()), None)
+            if sourced is None or sourced.stat().st_size > 1 << 20 or not is_known(words[0]):
+                self._open(f"{words[0]} is not found" if sourced is None else "it is not read")
                 return None
-            text = found.read_text(encoding="utf-8", errors="replace")
-            self._file = f" of {found}"
-            self._now.folder = folder if found.parent == self._home else None
-            self._assume(f"{found}, which it sources, is read")
+            text = sourced.read_text(encoding="utf-8", errors="replace")
+            self._file = f" of {sourced}"
+            self._now.folder = folder if sourced.parent == self._home else None
+            self._assume(f"{sourced}, which it sources, is read")
         if len(self._left) > _CALLS:
             self._open("it calls itself")
             return None

@@ -1,6 +1,7 @@
 """How `pgtk translate` reads shell scripts: bash itself is the reference, with a stub to train."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -145,6 +146,17 @@ def test_what_makes_a_name_unknown_is_said_with_its_line(folder, capsys):
     assert "$S" not in page
 
 
+def test_many_defaults_do_not_hide_the_key_that_they_follow_from(folder, capsys):
+    """Whether there is a critic, of which verl has some 80 keys, is not known."""
+    start = "python3 -m verl.trainer.main_ppo data.train_batch_size=64"
+    Path("run.sh").write_text(f"{start} algorithm.adv_estimator=$ESTIMATOR\n")
+    assert main(["translate", "run.sh"]) == 0
+    page = capsys.readouterr().out
+    (line,) = [line for line in page.splitlines() if "adv_estimator=$ESTIMATOR" in line]
+    assert re.match(r"  algorithm.adv_estimator=\$ESTIMATOR and \d\d of their defaults: ", line)
+    assert "critic." not in line
+
+
 ANY = {
     "source": ("source ./nothing.sh", "./nothing.sh is not found"),
     "eval": ('eval "$(cat common.sh)"', "its text is not known"),
@@ -159,7 +171,7 @@ def test_what_may_change_any_variable_leaves_none_known(folder, change, reason):
     (command,) = [read for read in Script(script, Path(".")).commands if read.words[0] == "train"]
     assert command.words == ["train", "$BS", "${D:-5}", "2", "x$E"]
     assert command.assumed == [
-        f"after line 2, {change.partition(';')[0]} each variable may be another: {reason}"
+        f"after line 2, {change.partition(';')[0]}, each variable may be another: {reason}"
     ]
 
 
