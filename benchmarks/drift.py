@@ -76,6 +76,7 @@ OF_FILES = {
         "peft_config",
         "streaming",
         "train_dataset.",
+        "vllm_sampling_params",
     ),
     "verl": (
         "actor_rollout_ref.actor.optim.override_optimizer_config.",

@@ -286,7 +286,7 @@ def side_of(path: Path) -> Side:
     trainer = theirs.table.content["trainer"]
     values = StepValues(theirs)
     convention = {"TRL": trl_convention, "verl": verl_convention}[trainer](values)
-    assumed = [*theirs.assumed, values.note]
+    assumed = [*theirs.assumed, *theirs.unread, values.note]
     translation = Translation(theirs)
     keys = {
         key: _taken_from(key, text(value), row, values)

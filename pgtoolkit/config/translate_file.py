@@ -70,6 +70,7 @@ class TheirConfig:
     """Holds the values that a file sets, by full dotted name.
 
     assumed: sentences on how it was read. lost: settings that a script hands to no command.
+    unread: sentences on settings that are not read.
     files: those that it names and that were read. version: of TRL, which it or one of these names,
     or what lists the packages of its folder; "" for none. named_by: the file that does.
     """
@@ -78,6 +79,7 @@ class TheirConfig:
     values: dict[str, object]
     assumed: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
     version: str = ""
     named_by: str = ""
@@ -350,9 +352,14 @@ def _launched(words: list[str], folder: Path | None) -> TheirConfig:
         values = values | {"launch.rloo": True}
         if is_own:
             assumed.append(f"{started} is of RLOO, as its name says")
-    values = _with_started(started, folder, values, assumed) if is_read else _of_launcher(values)
+    unread: list[str] = []
+    if is_read:
+        values = _with_started(started, folder, values, assumed, unread)
+    else:
+        values = _of_launcher(values)
     config = _config("TRL", values | {f"launch.{key}": of_launcher[key] for key in of_launcher})
     config.assumed += assumed
+    config.unread += unread
     config.files = [*files, *(_found(started, folder) if is_read else [])]
     return _as_yaml(config) if has_ratio else config
 
@@ -399,7 +406,11 @@ def _without_option(words: list[str]) -> list[str]:
 
 
 def _with_started(
-    name: str, folder: Path | None, options: dict[str, object], assumed: list[str]
+    name: str,
+    folder: Path | None,
+    options: dict[str, object],
+    assumed: list[str],
+    unread: list[str],
 ) -> dict[str, object]:
     """Return what the options of a command and the program that it starts set, and say what was
     read of that. folder: the one of the script with the command."""
@@ -414,6 +425,7 @@ def _with_started(
             "or a branch sets"
         )
         assumed += config.assumed
+        unread += config.unread
         return config.values
     assumed.append(
         f"{name}, which the command starts, is not read, since there is no such file here: its "
@@ -510,6 +522,8 @@ def _program(content: str, module: str, options: dict[str, object] | None = None
                 values[name] = program.rows(node)
             elif name == "reward_funcs":
                 values[name] = program.rewards(node)
+            elif name == "vllm_sampling_params":
+                values |= program.sampling(node)
             elif name == "optimizers":
                 values[name] = program.optimizer(node)
             elif name not in ("args", "peft_config"):
@@ -529,11 +543,11 @@ def _program(content: str, module: str, options: dict[str, object] | None = None
         values.pop("dataset_name", None)  # the rows are made of these
     if is_rloo:
         values["launch.rloo"] = True
-        program.assumed = [
-            re.sub(r"\bGRPO(?=Config\b|Trainer\b)", "RLOO", line) for line in program.assumed
-        ]
+        for lines in (program.assumed, program.unread):
+            lines[:] = [re.sub(r"\bGRPO(?=Config\b|Trainer\b)", "RLOO", line) for line in lines]
     config = _config("TRL", values)
     config.assumed += dict.fromkeys(program.assumed)
+    config.unread += dict.fromkeys(program.unread)
     return config
 
 

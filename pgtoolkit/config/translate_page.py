@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pgtoolkit.config.elsewhere import Theirs
 from pgtoolkit.config.keys import has_effect, key_named
+from pgtoolkit.config.their_values import TheirValues
 from pgtoolkit.config.translate import IDLE, Translation
 from pgtoolkit.config.translate_file import dating_keys, read
 from pgtoolkit.config.translate_version import on_version
@@ -27,7 +28,11 @@ def translate(path: Path, processes: int | None) -> str:
     """Return the page on a file of TRL or verl, in which secrets are hidden. processes: how many
     train; None for as many as the file says."""
     theirs = read(path)
-    theirs.values |= {"launch.num_processes": processes} if processes else {}
+    if processes:
+        said = TheirValues(theirs).names.get("launched")
+        if said and said != processes:
+            theirs.assumed.append(f"--processes {processes} is meant, in place of its {said}")
+        theirs.values["launch.num_processes"] = processes
     translation = Translation(theirs)
     translation.check()
     return "\n".join(_page(translation, path))
@@ -76,6 +81,7 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
             "backslash that is not the last of its line"
         )
         left_out[True].insert(0, _line(" ".join(lost), reason))
+    left_out[True] = [*map(redact, translation.theirs.unread), *left_out[True]]
     left_out[True] += _joined(translation.apart)
     unknown = [
         f"{key} (is {near} meant?)" if near else key

@@ -44,6 +44,9 @@ _PUNISHMENTS = (f"trl.rewards.{PUNISHMENT}", f"trl.{PUNISHMENT}")
 _OF_FLAGS = {"store_true": False, "store_false": True}
 """What a flag of a program's own is where it is not given."""
 
+_READ_WHOLE = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "get_peft_model")
+"""What makes a run's settings, so that an argument that is not read may change what is learned."""
+
 _KEEPS_ROWS = ("shuffle", "remove_columns", "select_columns", "with_format")
 """Methods of a data set after which it has the same prompts, in whatever order."""
 
@@ -52,13 +55,15 @@ class Program:
     """A program.
 
     calls: the last name of the function that is called -> its calls. assumed: sentences on how it
-    was read. options: the values of its command line, where these are known. placed: those of them
-    that something read takes. defaults: those of further options that TRL's parser has.
+    was read. unread: those on arguments that are not. options: the values of its command line,
+    where these are known. placed: those of them that something read takes. defaults: those of
+    further options that TRL's parser has.
     """
 
     def __init__(self, content: str, module: str):
         self.calls: dict[str, list[ast.Call]] = {}
         self.assumed: list[str] = []
+        self.unread: list[str] = []
         self.options: dict[str, object] = {}
         self.placed: set[str] = set()
         self.defaults: dict[str, object] = {}
@@ -190,7 +195,9 @@ class Program:
             else:
                 unread = ast.unparse(keyword.value)
                 code = ast.unparse(node.func)
-                self.assumed.append(f"{code} gets nothing by **{unread}, known when it runs")
+                is_read = self._imports.get(code, code).rpartition(".")[2] in _READ_WHOLE
+                said = self.unread if is_read else self.assumed
+                said.append(f"{code} gets nothing by **{unread}, known when it runs")
         return arguments
 
     def value(self, node: ast.AST) -> object:
@@ -412,6 +419,14 @@ class Program:
             arguments = {"load_in_4bit": ast.Constant(True)} | arguments
         beside |= {f"model_init_kwargs.{name}": self.value(arguments[name]) for name in arguments}
         return {"model": self.value(path)} | beside
+
+    def sampling(self, node: ast.AST) -> dict[str, object]:
+        """Return the arguments of the parameters of vLLM's that a program makes."""
+        made = self._followed(node)
+        if not isinstance(made, ast.Call):
+            return {"vllm_sampling_params": self.value(node)}
+        arguments = self._arguments(made)
+        return {f"vllm_sampling_params.{name}": self.value(arguments[name]) for name in arguments}
 
     def optimizer(self, node: ast.AST) -> Unread:
         """Return the code of an optimizer, and of its schedule, with what names stand for."""

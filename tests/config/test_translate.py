@@ -2065,9 +2065,11 @@ def test_literals_of_a_program_are_computed_and_nothing_is_run(tmp_path):
     program = LITERALS.replace("reward_weights=extended, ", "")
     translation = translated(tmp_path, "train.py", program)
     assert found(translation, expected) == expected
-    assert translation.theirs.assumed[:4] == [
+    assert translation.theirs.unread == [
         "GRPOConfig gets nothing by **changed, known when it runs",
         "GRPOConfig gets nothing by **vars(cli), known when it runs",
+    ]
+    assert translation.theirs.assumed[:2] == [
         "cli.save_steps=25, the default of its option",
         "cli.fp16=false, the default of its option",
     ]
@@ -2752,6 +2754,43 @@ def test_a_yaml_of_trl_has_options_of_accelerate_too(tmp_path):
     assert {"launch.num_processes", "launch.mixed_precision"} <= {*translation.theirs.values}
 
 
+@pytest.mark.parametrize("name", ["t.py", "run.sh"])
+def test_arguments_that_are_not_read_change_what_is_learned(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    program = "kw = {}\nkw['beta'] = 1\nGRPOTrainer('m', f, GRPOConfig(max_steps=3, **kw))"
+    Path("t.py").write_text(program)
+    Path("run.sh").write_text("python t.py\n")
+    page = translate(Path(name), None)
+    learned = page.partition("What changes what is learned")[2].partition("\n\n")[0]
+    assert "GRPOConfig gets nothing by **kw, known when it runs" in learned
+
+
+def test_arguments_of_the_trainer_without_a_name_are_read(tmp_path):
+    data = 'ds = load_dataset("json", data_files={"train": "a.jsonl", "test": "b.jsonl"})\n'
+    made = 'GRPOConfig(eval_strategy="steps", eval_steps=5)'
+    program = f'{data}GRPOTrainer("m", f, {made}, ds["train"], ds["test"], None, None, [Stop()])'
+    expected = {"task.path": "a.jsonl", "evaluation.sets.held_out.path": "b.jsonl"}
+    expected |= {"callbacks": "left"}
+    assert found(translated(tmp_path, "t.py", program), expected) == expected
+
+
+def test_parameters_of_vllm_that_unsloth_takes_are_listed_by_their_names(tmp_path):
+    program = "import unsloth\np = SamplingParams(min_p=0.1, top_p=1.0, stop=['x'])\n"
+    program += "GRPOTrainer('m', f, GRPOConfig(vllm_sampling_params=p))"
+    names = ("min_p", "top_p", "stop")
+    expected = {f"vllm_sampling_params.{name}": "left" for name in names}
+    expected["vllm_sampling_params.top_p"] = None  # which changes nothing
+    translation = translated(tmp_path, "t.py", program)
+    assert found(translation, expected) == expected
+
+
+def test_another_number_of_processes_than_a_file_has_is_said(tmp_path):
+    (tmp_path / "t.yaml").write_text("loss_type: grpo\nnum_processes: 2\n")
+    said = "--processes 4 is meant, in place of its 2"
+    assert said in translate(tmp_path / "t.yaml", 4)
+    assert "is meant, in place" not in translate(tmp_path / "t.yaml", 2)
+
+
 OF_RLOO = "num_generations: 4\nmax_steps: 100\n"
 
 
@@ -3220,8 +3259,8 @@ def test_what_was_assumed_of_a_program_or_a_script_is_said(tmp_path):
         "GRPOConfig(num_generations=4, **more)\nGRPOConfig(beta=1)\nGRPOTrainer('m', my.reward)\n"
     )
     translation = translated(tmp_path, "train.py", program)
+    assert translation.theirs.unread == ["GRPOConfig gets nothing by **more, known when it runs"]
     assert translation.theirs.assumed == [
-        "GRPOConfig gets nothing by **more, known when it runs",
         "the first GRPOConfig of 2 is meant",
         "1 process trains: --processes N says another number",
     ]
