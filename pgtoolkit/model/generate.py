@@ -38,10 +38,6 @@ def generate(
     longest = max(map(len, prompts))
     tokens, attention_mask = _padded(prompts, settings.pad_token_id, model.device)
 
-    def leave_chosen(_: Tensor, logits: Tensor) -> Tensor:
-        """Give all probability to the chosen token of each row."""
-        return torch.full_like(logits, -torch.inf).scatter_(-1, choose(logits)[:, None], 0.0)
-
     # `generate` takes the likeliest token, which is the chosen one. Its own temperature and top_p
     # would act after our processor, and it could draw from nothing but the global random state.
     settings = copy.deepcopy(settings)
@@ -55,10 +51,25 @@ def generate(
             input_ids=tokens,
             attention_mask=attention_mask,
             generation_config=settings,
-            logits_processor=LogitsProcessorList([leave_chosen]),
+            logits_processor=LogitsProcessorList([_LeaveChosen(choose)]),
             stopping_criteria=criteria,
         )
     return written[:, longest:]
+
+
+class _LeaveChosen:
+    """Gives all probability to the chosen token of each row.
+
+    An object of a class of its own: of a function, `generate` would parse the signature anew at
+    each token, which takes longer than choosing one.
+    """
+
+    def __init__(self, choose: Callable[[Tensor], Tensor]):
+        self._choose = choose
+
+    def __call__(self, _: Tensor, logits: Tensor) -> Tensor:
+        chosen = self._choose(logits)
+        return torch.full_like(logits, -torch.inf).scatter_(-1, chosen[:, None], 0.0)
 
 
 def _padded(prompts: list[list[int]], padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
