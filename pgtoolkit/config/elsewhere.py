@@ -230,20 +230,42 @@ def known_as(name: str, trainer: str | None = None) -> list[tuple[str, Theirs]]:
 
     Where several keys end so, those with an equal here are returned, else one of each trainer.
     """
-    rows = [row for table in tables().values() for row in table.rows.values()]
-    rows = [row for row in rows if trainer in (None, row.trainer)]
-    by_end = [row for row in rows if name.endswith(f".{row.name}")]
+    typed = name
     is_whole = True
     while name:
-        exact = [row for row in rows if row.name == name]
-        matching = exact or [row for row in rows if row.name.endswith(f".{name}")]
+        rows = [row for row in _rows_by_end().get(name, ()) if trainer in (None, row.trainer)]
+        matching = [row for row in rows if row.name == name] or rows
         if not is_whole and "." not in name:  # model.seed is no part of TRL's model
+            by_end = _named_as_the_end_of(typed, trainer)
             matching = [row for row in matching if not row.cases] or by_end or matching
         if matching:
             return _likeliest(matching)
         name = name.rpartition(".")[0]
         is_whole = False
     return []
+
+
+@functools.cache
+def _rows_by_end() -> dict[str, list[Theirs]]:
+    """Return the rows of all tables by their names and by each end of these after a dot."""
+    rows: dict[str, list[Theirs]] = {}
+    for table in tables().values():
+        for row in table.rows.values():
+            end = row.name
+            while end:
+                rows.setdefault(end, []).append(row)
+                end = end.partition(".")[2]
+    return rows
+
+
+def _named_as_the_end_of(name: str, trainer: str | None) -> list[Theirs]:
+    """Return the rows whose names are what is left of a name after one of its dots."""
+    return [
+        row
+        for table in tables().values()
+        for row in table.rows.values()
+        if trainer in (None, row.trainer) and name.endswith(f".{row.name}")
+    ]
 
 
 def _likeliest(rows: list[Theirs]) -> list[tuple[str, Theirs]]:

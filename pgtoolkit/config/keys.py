@@ -157,7 +157,8 @@ def declared(attribute: bool | str, config: object) -> bool:
     return attribute if isinstance(attribute, bool) else holds(attribute, config)
 
 
-def evaluated_keys(source: str) -> list[str]:
+@functools.cache
+def evaluated_keys(source: str) -> tuple[str, ...]:
     """Return the keys that `pgtk evaluate` takes on the command line.
 
     A group stands for its keys if `pgtk evaluate` takes all of them.
@@ -170,7 +171,7 @@ def evaluated_keys(source: str) -> list[str]:
     ]
     if source == "model":
         names.append("experiment")
-    return list(dict.fromkeys(names))
+    return tuple(dict.fromkeys(names))
 
 
 _TYPES = {
