@@ -2,6 +2,7 @@
 no time limit for hypothesis's examples."""
 
 import contextlib
+import gc
 import os
 import sys
 
@@ -20,6 +21,7 @@ from builders.quickened import (
     quicken_hydra,
     quicken_interpreter,
     quicken_logs,
+    quicken_models,
     quicken_processes,
     quicken_stores,
 )
@@ -103,6 +105,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
+    quicken_models()  # if a test has imported transformers
+    gc.freeze()  # a million objects of tests and imports, none of which is garbage
     if not torch.cuda.is_available():
         start_server()  # with all imports of the tests, and no thread of one
 

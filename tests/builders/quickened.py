@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import sqlite3
+import sys
 import types
 from abc import ABCMeta
 from collections import defaultdict
@@ -193,14 +194,16 @@ def quicken_hydra():
     interpolations is made only where a default has an interpolation. Nodes, and what is known of
     them, are copied by their fields, and only where they are put into a composition. Whether an
     object is one is asked without classes that are registered, of which there are none, and
-    parents are set only where they change.
+    parents are set only where they change. What asks of each value whether it is missing or an
+    interpolation does no import, and versions of Hydra are parsed once.
     """
+    from hydra import version
     from hydra._internal import defaults_list
     from hydra._internal.config_repository import ConfigRepository, ObjectType
     from hydra._internal.core_plugins import importlib_resources_config_source as of_packages
     from hydra.plugins.config_source import ConfigResult
-    from omegaconf import DictConfig, ListConfig, ValueNode, _utils, base, grammar_parser
-    from omegaconf.base import Box, Metadata, Node
+    from omegaconf import DictConfig, ListConfig, OmegaConf, ValueNode, _utils, base, grammar_parser
+    from omegaconf.base import Box, Container, Metadata, Node, UnionNode
 
     load = ConfigRepository.load_config
     make_map = defaults_list._create_interpolation_map
@@ -296,6 +299,39 @@ def quicken_hydra():
 
         return answer
 
+    def is_missing_value(value):
+        value = value._value() if isinstance(value, Node) else value
+        return isinstance(value, str) and value == "???"
+
+    def is_interpolation(value, strict_interpolation_validation=False):
+        value = value._value() if isinstance(value, Node) else value
+        if not isinstance(value, str) or "${" not in value:
+            return False
+        return _utils._is_interpolation_string(value, strict_interpolation_validation)
+
+    def get_value(value):
+        if isinstance(value, ValueNode):
+            return value._value()
+        if not isinstance(value, Container | UnionNode):
+            return value
+        content = value._value()
+        if content is None or is_missing_value(content) or is_interpolation(content):
+            return content
+        return get_value(content) if isinstance(value, UnionNode) else value
+
+    def replace_everywhere(function):
+        """Replace the function of OmegaConf's that has this name, in all modules that have it."""
+        name = f"_{function.__name__}"
+        original = getattr(_utils, name)
+        for path, module in list(sys.modules.items()):
+            if path.startswith("omegaconf") and vars(module).get(name) is original:
+                setattr(module, name, function)
+
+    for function in (is_missing_value, is_interpolation, get_value):
+        replace_everywhere(function)
+    OmegaConf.is_config = staticmethod(lambda value: isinstance(value, Container))
+    version._get_version = functools.cache(version._get_version)
+
     packages = of_packages.ImportlibResourcesConfigSource
     packages.is_config = looked_up_once(packages.is_config)
     packages.is_group = looked_up_once(packages.is_group)
@@ -311,6 +347,26 @@ def quicken_hydra():
     base.parse = functools.cache(grammar_parser.parse)  # nothing changes a tree
     ConfigRepository.load_config = load_config
     defaults_list._create_interpolation_map = interpolation_map
+
+
+@functools.cache
+def quicken_models():
+    """Read the attributes of a model's configuration without asking each time whether its layers
+    differ in them, which a forward pass does dozens of times. Nothing without transformers."""
+    configuration = sys.modules.get("transformers.configuration_utils")
+    if configuration is None:
+        return
+    kind = configuration.PreTrainedConfig
+    ask = kind.__getattribute__
+
+    def attribute(self, name):
+        own = object.__getattribute__(self, "__dict__")
+        if "_heterogeneity_spec" in own:
+            return ask(self, name)
+        renamed = object.__getattribute__(self, "attribute_map")
+        return object.__getattribute__(self, renamed.get(name, name))
+
+    kind.__getattribute__ = attribute
 
 
 @functools.cache
