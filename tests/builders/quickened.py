@@ -61,8 +61,8 @@ def quicken_interpreter():
     """Look up only once which functions of Triton's language its interpreter replaces, replace them
     once in a launch for the functions of each module, and not at each call of a function, make the
     table of NumPy's types once, check the sizes of a block once, make the shape of a tensor once,
-    take two tensors of one type and shape as they are, and find the type of a tuple where it is
-    asked for.
+    take two tensors of one type and shape as they are, look for overflows of integers only where
+    one would be said, and find the type of a tuple where it is asked for.
 
     Without this it takes at least twice as long.
     """
@@ -151,6 +151,14 @@ def quicken_interpreter():
         return check_types(self, lhs, rhs, *flags, **named_flags)
 
     TritonSemantic.binary_op_type_checking_impl = check_types_of_two
+
+    check_overflow = TritonSemantic.binary_op_sanitize_overflow_impl
+
+    def check_overflow_if_said(self, lhs, rhs, binary_op):
+        if self.builder.options.debug:  # else what was found is dropped
+            check_overflow(self, lhs, rhs, binary_op)
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = check_overflow_if_said
 
     make_tuple = core.tuple.__init__
 
