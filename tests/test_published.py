@@ -4,6 +4,7 @@ import csv
 import re
 import statistics
 from collections import defaultdict
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from pgtoolkit.comparison import text_report
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup
-from pgtoolkit.comparison.groups import _axes, _limit, _ranked, _sample
+from pgtoolkit.comparison.groups import _axes, _ranked, _sample
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS, Goal, Reached
 from pgtoolkit.comparison.statistics import Comparisons
 from pgtoolkit.runs.find import Run
@@ -62,6 +63,7 @@ def comparison(table: list[Row], metric: str, base: tuple[str, ...] = ()) -> Com
             Reached(
                 {axis: float(row[to]) for axis, to in axes.items() if row[to]},
                 {axis: float(row[axis]) for axis in axes},
+                float(row[DOCUMENTS]),
                 float(row.get(f"mean_{metric}", 0)),
                 float(row[f"final_{metric}"]),
             )
@@ -81,10 +83,12 @@ def comparison(table: list[Row], metric: str, base: tuple[str, ...] = ()) -> Com
             RunGroup(dict(zip(("loss", "aggregation"), key, strict=True)), runs, runs, reached)
         )
     of_all = [reached for group in compared_groups for reached in group.reached]
+    limit = min((run.measured_to for run in of_all if DOCUMENTS not in run.to), default=inf)
     compared = Compared(
         goal,
         _axes(goal, of_all),
-        _limit(of_all),
+        limit,
+        limit + goal.apart,
         ["loss", "aggregation"],
         [],
         {},

@@ -79,8 +79,12 @@ class Compared:
     goal: the metric, and the threshold if there is one.
     axes: those in which the way to the threshold is counted, which all counted runs have. Without
         a threshold there is none.
-    limit: documents within which the threshold is looked for. That is as far as every run has been
-        that did not reach it, and infinite if all reached it.
+    limit: documents within which the threshold is looked for. That is as far as every run was
+        measured that did not reach it, and infinite if all reached it.
+    after_limit: documents that a run counts as that did not reach it. They are a lower bound for
+        each of these runs: those at the first measurement that any of them has behind the limit.
+        All count as the same, since runs that never came to it would else differ by how often
+        they are measured. So they count as worse than one that came to it at the limit.
     keys: the varying keys that tell the groups apart, as shown.
     axis: those of `keys` that the planned comparisons are about.
     following: varying keys that tell no further groups apart.
@@ -99,6 +103,7 @@ class Compared:
     goal: Goal
     axes: list[str]
     limit: float
+    after_limit: float
     keys: list[str]
     following: list[str]
     common: dict[str, object]
@@ -186,13 +191,6 @@ class Compared:
     def is_bounded(self) -> bool:
         """Whether a run did not reach the threshold, so that means are lower bounds."""
         return self.by_documents and self.limit < inf
-
-    @property
-    def after_limit(self) -> float:
-        """The documents of the first measurement behind the limit: what a run counts as that did
-        not reach the threshold. So it counts as worse than one that came to it at the limit.
-        """
-        return self.limit + self.goal.apart
 
     def spent(self, group: RunGroup, axis: str) -> list[float]:
         """Return what each counted run spent to reach the threshold.

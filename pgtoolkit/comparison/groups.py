@@ -101,10 +101,12 @@ def compare(
     for group in groups:
         group.reached = [measures.reached(run, goal) for run in group.counted]
     reached = [run for group in groups for run in group.reached]
+    limit, after_limit = _limits(groups, goal)
     compared = Compared(
         goal=goal,
         axes=_axes(goal, reached),
-        limit=_limit(reached),
+        limit=limit,
+        after_limit=after_limit,
         keys=[*map(shown, keys), *asked],
         following=[shown(key) for key in following],
         common=common,
@@ -340,11 +342,19 @@ def _axes(goal: measures.Goal, runs: list[measures.Reached]) -> list[str]:
     return [axis for axis in AXES if all(axis in (run.to or run.seen) for run in runs)]
 
 
-def _limit(runs: list[measures.Reached]) -> float:
-    """Return the documents within which the threshold is looked for; see `Compared.limit`."""
-    never = [run.seen for run in runs if DOCUMENTS not in run.to]
-    # Rows of one's own may lack the column.
-    return min((seen[DOCUMENTS] for seen in never if DOCUMENTS in seen), default=inf)
+def _limits(groups: list[RunGroup], goal: measures.Goal) -> tuple[float, float]:
+    """Return the documents within which the threshold is looked for, and those as which a run
+    counts that did not reach it; see `Compared`."""
+    # Rows of one's own may lack the column of documents.
+    never = [
+        (run, reached)
+        for group in groups
+        for run, reached in zip(group.counted, group.reached, strict=True)
+        if DOCUMENTS not in reached.to and reached.measured_to > 0
+    ]
+    limit = min((reached.measured_to for _, reached in never), default=inf)
+    after = [measures.measured_after(run, goal.metric, limit) for run, _ in never]
+    return limit, min(after, default=inf)
 
 
 def _ranked(compared: Compared) -> list[RunGroup]:

@@ -41,7 +41,8 @@ class Goal:
 
     threshold: the value to reach, or None. why: how the threshold was chosen, in words.
     window: documents over which a mean must reach the threshold.
-    apart: documents between two measurements of the metric, the median over the runs.
+    apart: documents between two measurements of the metric, of the run that is measured least
+        often; see `apart_of`.
     span: documents (first, last) that every run has seen.
     measure: of MEASURES, compared where there is no threshold. chosen: whether the user has chosen
         it.
@@ -63,12 +64,14 @@ class Reached:
 
     to: {axis: its value where the run first reached the threshold}, {} if it never did.
     seen: {axis: its value at the end}.
+    measured_to: documents at the last measurement of the metric, 0 without one.
     mean: of the curve over documents, None for a run that has not come as far as the others.
     final: see `final_of`.
     """
 
     to: dict[str, float]
     seen: dict[str, float]
+    measured_to: float
     mean: float | None
     final: float
 
@@ -218,21 +221,29 @@ def goal_of(
         threshold=threshold,
         why=why,
         window=window,
-        apart=_apart(documents),
+        apart=max((apart_of(run, metric) for group in groups for run in group), default=0.0),
         span=(low, high),
         measure=measure or "final",
         chosen=measure is not None,
     )
 
 
-def _apart(documents: list[np.ndarray]) -> float:
-    """Return the median of the documents between two measurements, 0 if nothing was measured after
-    the start.
+def apart_of(run: Run, metric: str) -> float:
+    """Return the median of the documents between two measurements of the run, 0 if nothing was
+    measured after the start."""
+    gaps = np.diff(run.points(DOCUMENTS, metric)[0], prepend=0)
+    gaps = gaps[gaps > 0]
+    return float(np.median(gaps)) if gaps.size else 0.0
 
-    documents: of each run, those that it had seen at each measurement.
+
+def measured_after(run: Run, metric: str, documents: float) -> float:
+    """Return the documents at the run's first measurement behind so many.
+
+    After its end it would be measured as far apart as before.
     """
-    gaps = [gap for seen in documents for gap in np.diff(seen, prepend=0) if gap > 0]
-    return float(np.median(gaps)) if gaps else 0.0
+    x = run.points(DOCUMENTS, metric)[0]
+    behind = x[x > documents]
+    return float(behind[0]) if behind.size else float(x[-1]) + apart_of(run, metric)
 
 
 def _fitting_threshold(
@@ -281,7 +292,14 @@ def reached(run: Run, goal: Goal) -> Reached:
             for axis, column in columns.items()
             if not isnan(column[row])
         }
-    return Reached(to, seen, _mean_over_documents(run, goal), end_of(run, goal.metric))
+    x = run.points(DOCUMENTS, goal.metric)[0]
+    return Reached(
+        to=to,
+        seen=seen,
+        measured_to=float(x[-1]) if x.size else 0.0,
+        mean=_mean_over_documents(run, goal),
+        final=end_of(run, goal.metric),
+    )
 
 
 def _reaching_row(run: Run, goal: Goal) -> int | None:

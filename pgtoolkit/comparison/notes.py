@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup
-from pgtoolkit.comparison.measures import DOCUMENTS
+from pgtoolkit.comparison.measures import DOCUMENTS, apart_of
 from pgtoolkit.runs.find import DROPPED, Run
 from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE
 from pgtoolkit.system.report import is_number, text
@@ -44,7 +44,7 @@ def _threshold_notes(compared: Compared) -> list[str]:
         if any(DOCUMENTS in run.to for group in compared.groups for run in group.reached):
             # A run is only compared as far as those went that did not reach it.
             reached += (
-                f" within {compared.limit:,.0f} documents, where the shortest run without it ends"
+                f" within {compared.limit:,.0f} documents, as far as all without it were measured"
             )
         return [
             f"no seed reached {reached}, so documents tell nothing here: "
@@ -53,10 +53,12 @@ def _threshold_notes(compared: Compared) -> list[str]:
     spent = [compared.spent(group, DOCUMENTS) for group in compared.groups if group.counted]
     if min(map(np.mean, spent)) >= _FEW_MEASUREMENTS * goal.apart:
         return []
+    closest = min(apart_of(run, goal.metric) for group in compared.groups for run in group.counted)
+    every = f"{closest:,.0f} to " if round(closest) < round(goal.apart) else ""
     return [
-        f"{goal.metric} is measured every {goal.apart:,.0f} documents, so what it takes to come to "
-        f"{goal.threshold:g} is known to within {goal.apart:,.0f}; a smaller difference may come "
-        "from that alone. Runs that measure more often tell, and "
+        f"{goal.metric} is measured every {every}{goal.apart:,.0f} documents, so what it takes to "
+        f"come to {goal.threshold:g} is known to within {goal.apart:,.0f}; a smaller difference "
+        "may come from that alone. Runs that measure more often tell, and "
         f"--metric=area:{goal.metric} depends less on it"
     ]
 

@@ -13,7 +13,7 @@ from pgtoolkit.comparison import statistics
 from pgtoolkit.comparison.beside import follows, more_than_the_axis
 from pgtoolkit.comparison.charts import mean_curve
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup
-from pgtoolkit.comparison.measures import AXES, DOCUMENTS, is_score, is_share
+from pgtoolkit.comparison.measures import AXES, DOCUMENTS, apart_of, is_score, is_share
 from pgtoolkit.comparison.no_verdict import without_verdict
 from pgtoolkit.comparison.seed_noise import noise_of, noise_sentences
 from pgtoolkit.comparison.statistics import (
@@ -219,8 +219,9 @@ def _end(metric: str) -> str:
 def _threshold(compared: Compared) -> str:
     """Return the threshold, how a run comes to it, how far it is looked for, and why it is this."""
     goal = compared.goal
+    runs = [run for group in compared.groups for run in group.counted]
     # A shorter window holds one measurement.
-    is_mean = goal.window > goal.apart
+    is_mean = any(goal.window > apart_of(run, goal.metric) for run in runs)
     window = f", as mean over the last {goal.window:,.0f} documents" if is_mean else ""
     within = f", within {compared.limit:,.0f} documents" if compared.is_bounded else ""
     return f"{goal.metric} {goal.threshold:g}{window}{within}; the threshold is {goal.why}"
@@ -231,8 +232,8 @@ def _definition_of_a_bound(compared: Compared) -> list[str]:
     if not compared.is_bounded:
         return []
     return [
-        f"≥: a seed that did not reach it counts as if it did so at the next measurement, at "
-        f"{compared.after_limit:,.0f} documents, with its cost until the limit. So the "
+        f"≥: a seed that did not reach it counts as {compared.after_limit:,.0f} documents, before "
+        "which none of these is measured again, with its cost until the limit. So the "
         "mean is a lower bound (restricted mean, Royston and Parmar 2013). A difference with one "
         "such mean is a bound, too (≥ or ≤); with two (~) it may be larger or smaller."
     ]

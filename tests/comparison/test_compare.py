@@ -186,8 +186,8 @@ def test_page_has_a_row_for_each_configuration_and_its_test_against_the_first_of
         "with"
     ) in words
     assert (
-        "≥: a seed that did not reach it counts as if it did so at the next measurement, at 168 "
-        "documents, with its cost until the limit. So the mean is a lower bound"
+        "≥: a seed that did not reach it counts as 168 documents, before which none of these is "
+        "measured again, with its cost until the limit. So the mean is a lower bound"
     ) in words
     assert "Documents to reward 0.81, t-test, paired by seed, two-sided:" in words
     assert (
@@ -452,7 +452,7 @@ def test_latex_table_has_a_row_for_each_configuration(sweep, capsys):
         "% mean: over seeds, of the documents that it took to come to reward 0.81,"
     )
     assert (
-        "% ≥: a seed that did not reach it counts as if it did so at the next measurement, at 168 "
+        "% ≥: a seed that did not reach it counts as 168 documents, before which none of these is "
         in by_documents
     )
 

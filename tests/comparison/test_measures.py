@@ -185,6 +185,31 @@ def test_a_run_that_never_reaches_the_threshold_counts_one_measurement_more_than
     assert next(iter(compared.comparisons)).difference == 20
 
 
+def test_a_run_that_never_reaches_counts_as_no_more_than_the_next_measurement_of_any():
+    """Runs that are measured every 10 documents and every 40: beside each other, those that miss
+    the threshold count as 90, where the first of them would be measured again after 80."""
+    often = [(0, [0.0] * 6 + [1.0] * 2), (1, [0.0] * 8)]
+    seldom = [run_of([0.0, 0.0], step=40, seed=seed, loss="seldom") for seed in (0, 1)]
+    reach = "exact_match=0.9"
+    alone = compare(two_groups(often, []), reach=reach)
+    assert compare(seldom, reach=reach).after_limit == 120
+    compared = compare([*two_groups(often, []), *seldom], reach=reach)
+    assert alone.after_limit == compared.after_limit == 90
+    spent = {group.label: compared.spent(group, "documents_seen") for group in compared.groups}
+    assert spent == {"a": [70, 90], "seldom": [90, 90]}
+    assert compared.goal.apart == 40
+    assert "exact_match is measured every 10 to 40 documents" in compared.notes[-1]
+
+
+def test_a_run_is_followed_to_its_last_measurement_and_no_further():
+    """Evaluated every 20 documents, and ended 10 after the second evaluation."""
+    runs = [run_of([0.0] * 5, loss="a"), run_of([0.0] * 5, loss="b")]
+    for run in runs:
+        run.columns[HELD_OUT] = np.array([np.nan, 0.0, np.nan, 0.0, np.nan])
+    compared = compare(runs, reach=f"{HELD_OUT}=0.5")
+    assert (compared.limit, compared.after_limit) == (40, 60)
+
+
 LATE = [0.0] * 8 + [1.0] * 2
 
 
@@ -478,7 +503,7 @@ def test_a_threshold_that_only_a_longer_run_reached_is_not_called_reached_by_non
     ]
     (note,) = [note for note in compare(runs, reach="reward=0.8").notes if "no seed" in note]
     assert note.startswith(
-        "no seed reached reward 0.8 within 256 documents, where the shortest run without it ends, "
+        "no seed reached reward 0.8 within 256 documents, as far as all without it were measured, "
         "so documents tell nothing here"
     )
     (note,) = [note for note in compare(runs, reach="reward=2").notes if "no seed" in note]
