@@ -5,9 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-WITHOUT_METRICS = "import pgtoolkit.launch\n"
-"""As for the command, Lightning is imported without torchmetrics, which takes as long as all else.
-tests/training/test_callbacks.py trains with it."""
 PROGRAM = Path(__file__).parents[1] / "examples" / "parts.py"
 SEEN = """
 import json, sys
@@ -35,8 +32,9 @@ print(json.dumps({
 
 
 def test_the_program_makes_two_steps_without_the_configuration():
-    program = WITHOUT_METRICS + PROGRAM.read_text() + SEEN
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.read_text() + SEEN], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["updates"] == 2
