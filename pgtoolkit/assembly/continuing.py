@@ -21,6 +21,7 @@ from pgtoolkit.runs.records import (
     read_config,
     read_data,
     read_resolved,
+    read_status,
 )
 from pgtoolkit.system.functions import parameters_in_file
 from pgtoolkit.system.plain_files import JsonObject
@@ -84,7 +85,11 @@ def branch_command(run_dir: Path, overrides: Sequence[str]) -> str:
     steps = checkpoint_steps(run_dir)
     if not steps:
         return _command_with(run_dir, overrides)
-    step = steps[-1]
+    return _branch_at(run_dir, steps[-1], overrides)
+
+
+def _branch_at(run_dir: Path, step: int, overrides: Sequence[str]) -> str:
+    """Return the command that goes on from a checkpoint of a run as a run of its own."""
     config = read_resolved(run_dir)
     folder = free_path(f"{shortest_path(run_dir)}-{step}")
     values = {key_of(item): item for item in _typed_overrides(run_dir)}
@@ -143,9 +148,13 @@ def _quoted(value: str | list[str]) -> str:
 def has_counterpart(run_dir: str | Path) -> bool:
     """Return whether another loss can be compared on the same documents.
 
-    It cannot where these lack advantages, or old log-probs.
+    It cannot where these lack advantages, or old log-probs, nor where the run goes on from a
+    checkpoint of another that is gone.
     """
     config, _ = read_config(run_dir)
+    branched = _branched_from(run_dir)
+    if branched is not None and branched[1] not in checkpoint_steps(branched[0]):
+        return False
     if config.get("advantage", {}).get("estimator") == "none":
         return False
     if config.get("rollout", {}).get("name") != "recorded":
@@ -160,9 +169,35 @@ def has_counterpart(run_dir: str | Path) -> bool:
 
 
 def counterpart_command(run_dir: str | Path) -> str:
-    """Return the command of the same run with another loss, whose parameters have its defaults."""
-    config, _ = read_config(run_dir)
-    return _command_with(run_dir, [f"loss={_other_loss(config)}"])
+    """Return the command of the same run with another loss, whose parameters have its defaults.
+
+    Of a run that goes on from a checkpoint of another it does so, too.
+    """
+    config, overrides = read_config(run_dir)
+    loss = f"loss={_other_loss(config)}"
+    branched = _branched_from(run_dir)
+    if branched is None:
+        return _command_with(run_dir, [loss])
+    parent, step = branched
+    _, of_parent = read_config(parent)
+    left_out = {"loss", "hydra.run.dir", "rollout.save_path", "tracking.run_name"}
+    own = [
+        override
+        for override in overrides
+        if override not in of_parent
+        and key_of(override) not in left_out
+        and not key_of(override).startswith("loss.")
+    ]
+    return _branch_at(parent, step, [loss, *own])
+
+
+def _branched_from(run_dir: str | Path) -> tuple[Path, int] | None:
+    """Return the run and the step from which a run goes on as one of its own; None for another."""
+    parent = read_status(Path(run_dir)).get("parent")
+    if not parent:
+        return None
+    folder, _, step = parent.rpartition(", step ")
+    return Path(folder), int(step)
 
 
 def left_out_of_counterpart(run_dir: str | Path) -> str | None:

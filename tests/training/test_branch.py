@@ -13,6 +13,7 @@ import pytest
 from builders.refusals import refusal
 from builders.runs import assert_equal, checkpoint_of, metrics_of, run
 
+from pgtoolkit.assembly.continuing import counterpart_command, has_counterpart
 from pgtoolkit.assembly.export import branch, card
 from pgtoolkit.assembly.run_description import description_of
 from pgtoolkit.cli import main
@@ -58,6 +59,15 @@ def test_a_key_changed_for_a_branch_acts_and_is_recorded_from_its_step_on(copied
     assert metrics_of(new)[5]["new_logprobs"] != metrics_of(copied)[5]["new_logprobs"]
     (entry,) = read_drift(new)
     assert entry["step"] == 2
+    # Another loss is compared from the same step on: steps 1 and 2 had the former rate.
+    assert has_counterpart(new)
+    words = shlex.split(counterpart_command(new))
+    other = "loss=gspo" if read_resolved(new)["loss"]["name"] == "grpo" else "loss=grpo"
+    assert words[1:4] == ["resume", str(copied), "--step=2"]
+    assert words[4].startswith(f"hydra.run.dir={copied}-2")
+    assert words[5:] == [other, "optimizer.learning_rate=0.01"]
+    shutil.rmtree(copied / "checkpoints")
+    assert not has_counterpart(new)
     assert entry["changes"] == {"optimizer.learning_rate": [0.001, 0.01]}
     assert read_drift(copied) == []
     capsys.readouterr()
