@@ -196,7 +196,8 @@ def _varied(word: str, known: Known) -> list[Page]:
     dictionary, or a parameter of own code."""
     if f"--{word}" in known:
         return known[f"--{word}"]
-    metric = metric_named(word) or declared_as(word, (*OF_EVALUATIONS, *OF_TRACKERS))
+    here = re.sub(r"\bpass_at_(?=\d)", "pass@", word)  # as MLflow, which takes no @, has it
+    metric = metric_named(here) or declared_as(here, (*OF_EVALUATIONS, *OF_TRACKERS))
     if metric is not None:
         return [page_on_metric(word, metric)]
     for key in KEYS:

@@ -125,6 +125,8 @@ def test_every_word_of_the_line_that_a_run_prints_is_explained():
         ("groups", "the completions of one prompt; advantages are computed from their rewards"),
         ("pass@1", "the unbiased estimate of the chance that one of k completions"),
         ("pass@8_error", "standard error of that mean"),
+        ("pass_at_1", "the unbiased estimate of the chance that one of k completions"),
+        ("evaluation/held_out/pass_at_4", "the unbiased estimate of the chance that one of k"),
         ("reward/format", "mean score of each of several verifiers"),
         ("num_generations", "here: `rollout.group_size`"),
         ("clip_ratio_c", "loss.dual_clip={actor.clip_ratio_c}"),
