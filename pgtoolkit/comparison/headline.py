@@ -12,6 +12,10 @@ from pgtoolkit.comparison.common_measure import (
 )
 from pgtoolkit.comparison.measures import is_share
 from pgtoolkit.runs.find import HELD_OUT, Run
+from pgtoolkit.runs.series import mean
+
+_HARDLY = 0.005
+"""A note is made on a share of right answers whose mean over each run is below this."""
 
 Groups = Sequence[Sequence[Run]]
 """The runs of each configuration."""
@@ -52,7 +56,21 @@ def chosen_metric(groups: Groups, ignore_code: bool = False) -> tuple[str, list[
             f"prompts. By {metric} more of them can be compared; --metric={held_out[0]} compares "
             "those that have it"
         )
-    return metric, notes
+    return metric, notes + _hardly_ever_right(runs, metric, not_zero)
+
+
+def _hardly_ever_right(runs: Sequence[Run], metric: str, not_zero: list[str]) -> list[str]:
+    """Return a note on a share that is almost 0 in every run, with the mean score in its place."""
+    scores = [name for name in not_zero if not is_share(name)]
+    if not is_share(metric) or not scores:
+        return []
+    highest = max(mean(run.values(metric)) for run in runs if run.values(metric))
+    if highest >= _HARDLY:
+        return []
+    return [
+        f"{metric} is almost 0 in every run (a mean of at most {highest:.2g}), so it hardly tells "
+        f"them apart: --metric={scores[0]} compares the mean score"
+    ]
 
 
 def _having(count: int, num_runs: int) -> str:

@@ -210,6 +210,20 @@ def test_a_run_is_followed_to_its_last_measurement_and_no_further():
     assert (compared.limit, compared.after_limit) == (40, 60)
 
 
+@pytest.mark.parametrize(("share", "noted"), [(0.01, 1), (0.03, 0)])
+def test_a_share_that_is_almost_zero_is_said_with_the_score_to_compare(share, noted):
+    """One step of four has the share: its mean over the run is 0.0025, or 0.0075."""
+    runs = [run_of([0.0, 0.0, share, 0.0], loss=name) for name in ("a", "b")]
+    for run in runs:
+        run.columns["reward"] = np.array([0.1, 0.2, 0.3, 0.4])
+    metric, notes = chosen_metric([[run] for run in runs])
+    assert metric == "exact_match"
+    assert notes == noted * [
+        "exact_match is almost 0 in every run (a mean of at most 0.0025), so it hardly tells them "
+        "apart: --metric=reward compares the mean score"
+    ]
+
+
 LATE = [0.0] * 8 + [1.0] * 2
 
 
@@ -443,7 +457,7 @@ def test_runs_are_compared_by_reward_if_exact_match_is_0_in_all_of_them(without_
         "reward",
         ["exact_match is 0 in every run: the runs are compared by reward"],
     )
-    without_matches[0].columns["exact_match"][3] = 0.02
+    without_matches[0].columns["exact_match"][3] = 0.2
     failed = run_of([0.5], "reward")  # it lacks exact_match, but it is not counted
     failed.state = "failed"
     assert chosen_metric([*groups, [failed]]) == ("exact_match", [])
@@ -513,7 +527,7 @@ def test_a_threshold_that_only_a_longer_run_reached_is_not_called_reached_by_non
 def test_the_curve_of_a_share_is_drawn_between_0_and_1_and_a_reward_between_its_ends(
     without_matches,
 ):
-    without_matches[0].columns["exact_match"][3] = 0.02
+    without_matches[0].columns["exact_match"][3] = 0.2
     assert "▁▁▁▁▁▁▁▁▁" in render_comparison(compare(without_matches))
     assert "█" in render_comparison(compare(without_matches, "reward"))
 
