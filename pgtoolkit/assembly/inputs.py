@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from pgtoolkit.config.counts import ReadDocuments, ReadPrompts, limits_of_documents
 from pgtoolkit.config.evaluation_sets import (
+    HeldOut,
     held_out_sets,
     is_on,
     place_of_set,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from pgtoolkit.losses.objective import Loss
+    from pgtoolkit.rollouts.recorded import RecordedRollouts
 
 
 class DataProblem(str):
@@ -88,7 +90,7 @@ def check_recorded_rollouts(config: Config, loss: Loss, report: Report) -> None:
         vocabulary_size(config.model, config.task) or 2**31,
         _most_tokens(config.model, config.accumulation.max_tokens),
         first=_ROWS_TRIED,
-        tokenizer=functools.partial(_tokenizer_and_ends, config.model, config.task, config.seed),
+        tokenizer=functools.partial(tokenizer_and_ends_of, config.model, config.task, config.seed),
     )
     report.notes += rollouts.notes()
     assert isinstance(config.rollout, RecordedRolloutSettings)
@@ -96,6 +98,32 @@ def check_recorded_rollouts(config: Config, loss: Loss, report: Report) -> None:
     _check_number_of_rows(
         config.rollout, config.accumulation, schedule, config.trainer.max_steps, report
     )
+    if is_on(config) and has_tokenizer(config.model) and not report.concerns("task", "evaluation"):
+        run = (config.model, config.task, config.seed)
+        _note_shared_prompts(held_out_sets(config), run, rollouts, report)
+
+
+def _note_shared_prompts(
+    sets: list[HeldOut],
+    run: tuple[Model, TaskSettings, int],
+    rollouts: RecordedRollouts,
+    report: Report,
+) -> None:
+    """Add a note on each evaluation set with prompts of recorded rollouts, of which the first rows
+    were read. run: the arguments of `tokenizer_and_ends_of`."""
+    from pgtoolkit.assembly.preview import shared_with_rows
+    from pgtoolkit.tasks.row_files import count_rows
+    from pgtoolkit.tasks.shared_prompts import note_on_number
+
+    num_rows = count_rows(rollouts.config.path, "rollout.path")
+    is_cut = num_rows is None or num_rows > rollouts.batch_size
+    recorded = rollouts.index.prompts.tolist()
+    with contextlib.suppress(PgtoolkitError):  # `_check_texts` says which prompts cannot be read
+        tokenizer_and_ends = tokenizer_and_ends_of(*run)
+        for held_out in sets:
+            num_shared, count = shared_with_rows(held_out, recorded, *tokenizer_and_ends)
+            note = note_on_number(held_out.name, num_shared, count, at_least=is_cut)
+            report.notes += [] if note is None else [note]
 
 
 def _most_tokens(model: Model, max_tokens: int) -> int:
@@ -133,7 +161,7 @@ def _read_recorded(_directory: str, pickled_arguments: bytes) -> ReadDocuments |
             max_tokens=max_tokens,
             reads_old_log_probs=False,
             first=_ROWS_TRIED,
-            tokenizer=functools.partial(_tokenizer_and_ends, model, task, seed),
+            tokenizer=functools.partial(tokenizer_and_ends_of, model, task, seed),
         )
     except PgtoolkitError:
         return None
@@ -231,7 +259,7 @@ def _other_vocabulary(
 
     if not (has_tokenizer(model) and model_folder.local_folder(path)):
         return None
-    tokenizer, _ = _tokenizer_and_ends(model, task, seed)
+    tokenizer, _ = tokenizer_and_ends_of(model, task, seed)
     rows = vocabulary_size(model, task) or len(tokenizer)
     other_rows = model_folder.model_settings(model_folder.local_folder(path)).get("vocab_size")
     other_tokenizer = model_folder.load_tokenizer(path)
@@ -363,7 +391,7 @@ def _has_template(model: str) -> bool:
     return bool(model_folder.load_tokenizer(model).chat_template)
 
 
-def _tokenizer_and_ends(
+def tokenizer_and_ends_of(
     model: Model, task: TaskSettings, seed: int
 ) -> tuple[PreTrainedTokenizerBase, list[int]]:
     """Return the model's tokenizer, of transformers, and its end-of-sequence tokens.
@@ -418,11 +446,11 @@ def _check_texts(config: Config, report: Report) -> None:
 def _problem_of_tokens(_directory: str, pickled_run: bytes) -> str | None:
     """Return why the tokens of a run cannot be known, if they cannot.
 
-    pickled_run: the arguments of `_tokenizer_and_ends`, as a cache's key.
+    pickled_run: the arguments of `tokenizer_and_ends_of`, as a cache's key.
     """
     report = Report()
     with errors_added_to(report):
-        _tokenizer_and_ends(*pickle.loads(pickled_run))
+        tokenizer_and_ends_of(*pickle.loads(pickled_run))
     return next(iter(report.problems), None)
 
 
@@ -507,7 +535,7 @@ def _try_tokens(_directory: str, pickled_arguments: bytes) -> _Tried:
     report = Report()
     prompts = None
     with errors_added_to(report):
-        tokenizer, ends = _tokenizer_and_ends(model, run_task, run_seed)
+        tokenizer, ends = tokenizer_and_ends_of(model, run_task, run_seed)
         task = make_task(scored_by_nobody(task_config), seed, held_out=room.is_held_out)
         with contextlib.closing(task):
             chat = chat_of(task_config, tokenizer)

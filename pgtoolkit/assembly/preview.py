@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.completion import Prompt
@@ -22,14 +23,20 @@ from pgtoolkit.system.model_folder import (
 from pgtoolkit.tasks.answer_checks import FIRST
 from pgtoolkit.tasks.chat_template import ChatTemplate, chat_of
 from pgtoolkit.tasks.conversation import ConversationTask
+from pgtoolkit.tasks.prompt_tasks import PromptRows
 from pgtoolkit.tasks.prompts import TokenizedTask, scored_by_nobody, tiny_tokenizer
 from pgtoolkit.tasks.settings import (
+    ConversationTaskSettings,
     PromptsTaskSettings,
     ReasoningGymTaskSettings,
     ReverseTaskSettings,
     TaskSettings,
 )
 from pgtoolkit.tasks.shared_prompts import note_on_repeated, note_on_shared
+from pgtoolkit.tasks.tasks import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _AS_TEXTS = ("exact_match", "regular_expression")
 """Verifiers that compare an answer with the completion, character by character."""
@@ -37,9 +44,8 @@ _AS_TEXTS = ("exact_match", "regular_expression")
 _SHOWN_TOKENS = 20
 _SHOWN_CHARACTERS = 200
 
-_LOOKED_AT = (PromptsTaskSettings, ReasoningGymTaskSettings, ReverseTaskSettings)
-"""Tasks whose prompts of training may be those of an evaluation set. `sums` divides its problems,
-and conversations begin as the user's environment says."""
+_FROM_FILES = (PromptsTaskSettings, ConversationTaskSettings)
+"""Tasks that read prompts from files."""
 
 
 class Preview(NamedTuple):
@@ -113,17 +119,59 @@ def notes_on_shared_prompts(
     training, seed: of the run. num_asked: prompts that training without end has asked. never: those
         that it asked never, see `make_task`.
     """
-    kind = type(training)
+    kind = _FROM_FILES if isinstance(training, _FROM_FILES) else type(training)
     of_kind = [held_out for held_out in sets if isinstance(held_out.task, kind)]
-    if not isinstance(training, _LOOKED_AT) or not of_kind:
+    if not of_kind or not _is_looked_at(training):
         return []
-    task = make_task(scored_by_nobody(training), seed, never=never)
+    task = _read(training, seed, never=never)
     notes = []
     for held_out in of_kind:
-        other = make_task(scored_by_nobody(held_out.task), held_out.seed, held_out=True)
-        count = min(held_out.prompts, other.num_prompts or held_out.prompts)
-        notes.append(note_on_shared(held_out.name, other, count, task, num_asked))
+        if _is_looked_at(held_out.task):
+            other = _read(held_out.task, held_out.seed, held_out=True)
+            count = min(held_out.prompts, other.num_prompts or held_out.prompts)
+            notes.append(note_on_shared(held_out.name, other, count, task, num_asked))
     return [note for note in notes if note is not None]
+
+
+def _is_looked_at(settings: TaskSettings) -> bool:
+    """Return whether prompts of training may be those of an evaluation set, and are known without
+    the user's code. `sums` divides its problems, and conversations without a file begin as their
+    environment says."""
+    if isinstance(settings, ConversationTaskSettings):
+        return settings.path is not None
+    return isinstance(
+        settings, PromptsTaskSettings | ReasoningGymTaskSettings | ReverseTaskSettings
+    )
+
+
+def _read(
+    settings: TaskSettings, seed: int, held_out: bool = False, never: Collection[str] = ()
+) -> Task:
+    """Return a task of which only prompts are asked: of conversations, those of the file."""
+    if isinstance(settings, ConversationTaskSettings):
+        return PromptRows(settings, seed, lambda read: read())
+    return make_task(scored_by_nobody(settings), seed, held_out=held_out, never=never)
+
+
+def shared_with_rows(
+    held_out: HeldOut,
+    recorded: Collection[int],
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Sequence[int],
+) -> tuple[int, int]:
+    """Return how many prompts of an evaluation set are prompts of recorded rollouts, and how many
+    it has. Raises PgtoolkitError for prompts that cannot be read.
+
+    recorded: see `num_among`. tokenizer, ends: of the model.
+    """
+    # Not above: `pgtk check` does without NumPy.
+    from pgtoolkit.rollouts.recorded_prompts import num_among
+
+    task = make_task(scored_by_nobody(held_out.task), held_out.seed, held_out=True)
+    with contextlib.closing(task):
+        count = min(held_out.prompts, task.num_prompts or held_out.prompts)
+        tokenized = TokenizedTask(task, tokenizer, ends, chat_of(held_out.task, tokenizer))
+        return num_among(recorded, tokenized, count), count
 
 
 def notes_on_repeated_prompts(sets: Sequence[HeldOut]) -> list[str]:

@@ -29,6 +29,8 @@ from pgtoolkit.model.settings import HuggingFaceModelSettings
 from pgtoolkit.ranks.agreement import check_same, failing_together, read_once
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.evaluator import Evaluator, PromptSet, as_evaluated
+from pgtoolkit.rollouts.recorded import RecordedRollouts
+from pgtoolkit.rollouts.recorded_prompts import num_among
 from pgtoolkit.rollouts.recording import recording_folder
 from pgtoolkit.rollouts.sampled import SampledRollouts
 from pgtoolkit.rollouts.settings import AdvantageEstimator, PolicyRolloutSettings
@@ -48,7 +50,7 @@ from pgtoolkit.system.model_folder import end_tokens
 from pgtoolkit.tasks.chat_template import chat_of
 from pgtoolkit.tasks.prompts import TokenizedTask, check_turns
 from pgtoolkit.tasks.settings import TaskSettings, TooLong
-from pgtoolkit.tasks.shared_prompts import note_on_repeated, note_on_shared
+from pgtoolkit.tasks.shared_prompts import note_on_number, note_on_repeated, note_on_shared
 from pgtoolkit.tasks.tasks import Task
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import write_settings
@@ -217,7 +219,7 @@ def evaluator_of(
             )
             for held_out in held_out_sets(config)
         ]
-        _note_on_sets(sets, training_task)
+        _note_on_sets(sets, training_task, source)
     for prompt_set in sets:
         _check_prompts(module.layout, f"evaluation set {prompt_set.name}", prompt_set.task.task)
     if isinstance(source, SampledRollouts) and isinstance(
@@ -242,7 +244,7 @@ def evaluator_of(
     )
 
 
-def _note_on_sets(sets: list[PromptSet], training_task: Task | None) -> None:
+def _note_on_sets(sets: list[PromptSet], training_task: Task | None, source: Source | None) -> None:
     """Print notes on chat templates, on prompts that training has too, and on repeated prompts."""
     if training_task is None:  # otherwise the same notes came with the prompts of training
         notes = [note for prompt_set in sets for note in _notes_on_template(prompt_set.task)]
@@ -253,6 +255,9 @@ def _note_on_sets(sets: list[PromptSet], training_task: Task | None) -> None:
         shared = None
         if training_task is not None:
             shared = note_on_shared(prompt_set.name, task, prompt_set.count, training_task)
+        elif isinstance(source, RecordedRollouts):
+            num_shared = num_among(source.index.prompts.tolist(), prompt_set.task, prompt_set.count)
+            shared = note_on_number(prompt_set.name, num_shared, prompt_set.count)
         repeated = note_on_repeated(prompt_set.name, task, prompt_set.count)
         for note in [shared, repeated]:
             if note is not None:

@@ -9,7 +9,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pgtoolkit.assembly.machine import check_machine
@@ -33,7 +33,7 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.launch.start import refused
-from pgtoolkit.rollouts.settings import PolicyRolloutSettings
+from pgtoolkit.rollouts.settings import PolicyRolloutSettings, RecordedRolloutSettings
 from pgtoolkit.runs.completion_files import TRAINING
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.system.columns import aligned
@@ -83,12 +83,17 @@ def evaluate_command(
         raise type(error)(_as_typed(str(error), on)) from error
     for note in notes:
         say(f"note: {_as_typed(note, on)}")
-    problems = [] if trained is None else _asked_in_training(command, trained, chosen)
-    if problems and not training_prompts:
-        raise refused(problems)
-    if trained is not None and problems:
-        sets = [x.name for x in held_out_sets(chosen) if are_training_prompts(trained, x)]
-        say(f"Warning: evaluated on training prompts ({', '.join(sets)}).")
+    reasons = {}
+    has_rows = trained is not None and isinstance(trained.rollout, RecordedRolloutSettings)
+    if run_dir is not None and trained is not None and has_rows:
+        reasons = _asked_by_rows(run_dir, trained, chosen)
+    elif trained is not None:
+        descriptions = {x.name: are_training_prompts(trained, x) for x in held_out_sets(chosen)}
+        reasons = {name: reason for name, reason in descriptions.items() if reason}
+    if reasons and not training_prompts:
+        raise refused(_asked_in_training(command, chosen, reasons, on))
+    if reasons:
+        say(f"Warning: evaluated on training prompts ({', '.join(reasons)}).")
 
     from pgtoolkit.assembly.evaluated_policy import evaluate_policy
     from pgtoolkit.assembly.export import saved_state
@@ -303,22 +308,60 @@ def _decided_by(settings: dict[str, object]) -> set[str]:
     return keys
 
 
-def _asked_in_training(command: str, trained: Config, chosen: Config) -> list[str]:
-    """Return a problem for each set with prompts that the run was trained on."""
+def _asked_by_rows(run_dir: Path, trained: Config, chosen: Config) -> dict[str, str]:
+    """Return why it is refused, by name, for each set of which recorded rollouts of a run hold all
+    prompts. Print a note on each of which they hold some."""
+    from pgtoolkit.assembly.inputs import tokenizer_and_ends_of
+    from pgtoolkit.assembly.preview import shared_with_rows
+    from pgtoolkit.rollouts.recorded_index import FILE_NAME, read_index
+    from pgtoolkit.tasks.shared_prompts import note_on_number
+
+    index = read_index(run_dir)
+    if index is None:
+        say(
+            "note: whether these prompts are in the recorded rollouts that the run was trained on "
+            f"is not known: {shell_path(run_dir / FILE_NAME)} is missing, or of another version."
+        )
+        return {}
+    recorded = index.prompts.tolist()
+    reasons = {}
+    try:
+        tokenizer_and_ends = tokenizer_and_ends_of(chosen.model, trained.task, trained.seed)
+        for held_out in held_out_sets(chosen):
+            num_shared, count = shared_with_rows(held_out, recorded, *tokenizer_and_ends)
+            if num_shared == count:
+                reasons[held_out.name] = "They are prompts of the rows of rollout.path."
+            else:
+                note = note_on_number(held_out.name, num_shared, count)
+                if note is not None:
+                    say(f"note: {note}")
+    except (ConfigError, DataError):  # the evaluation, which reads the same, says it
+        return {}
+    return reasons
+
+
+def _asked_in_training(
+    command: str, chosen: Config, reasons: Mapping[str, str], on: Sequence[str]
+) -> list[str]:
+    """Return a problem for each set with prompts that the run was trained on.
+
+    reasons: how that is known, by the names of these sets. on: as for `evaluate_command`.
+    """
     problems = []
     for held_out in held_out_sets(chosen):
-        reason = are_training_prompts(trained, held_out)
-        if not reason:
+        if held_out.name not in reasons:
             continue
         use = "evaluation.sets.NAME.path=FILE with other prompts"
-        if held_out.files is None:
+        if on:
+            use = "--on FILE with other prompts"
+        elif held_out.files is None:
             use = f"another {key_of_seed(chosen, held_out)}"
         problems.append(
             refusal(
                 setting=command,
                 needs="prompts that training did not ask",
                 got=f"set {held_out.name}: {held_out.source}",
-                reason=reason,
+                reason=reasons[held_out.name],
                 use=f"{use}, or --training-prompts to evaluate on these",
             )
         )

@@ -7,11 +7,12 @@ import functools
 import re
 import zlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from pgtoolkit.completion import Message
 from pgtoolkit.errors import first_line
+from pgtoolkit.rollouts.recorded_prompts import checksum_of_messages
 from pgtoolkit.rollouts.settings import TrainedTurns
 from pgtoolkit.tasks.chat_template import (
     ANSWER,
@@ -64,6 +65,7 @@ class Conversations:
     read: the number of rows so far. doubled: the number of those whose texts already hold what the
         chat template, or the tokenizer, adds to them. first_doubled: the added text, and the text
         of the first such row.
+    asked: checksums of the messages before each trained turn of the last row.
     """
 
     load: LoadTokenizer
@@ -72,6 +74,7 @@ class Conversations:
     read: int = 0
     doubled: int = 0
     first_doubled: tuple[str, str] | None = None
+    asked: set[int] = field(default_factory=set)
 
     def tokens(self, raw: RawRow) -> _TokenRow:
         """Return token_ids and loss_mask of a row. Raises ValueError that says what is wrong with
@@ -101,6 +104,7 @@ class Conversations:
             before = messages_of(prompt)
             return self._of_chat([*before, *messages_of(completion)], len(before))
         if self._template is None:
+            self.asked = {checksum_of_messages([{"role": "user", "content": prompt}])}
             return self._of_texts(prompt, completion)
         answer = {"role": "assistant", "content": completion}
         return self._of_chat([{"role": "user", "content": prompt}, answer], 1)
@@ -223,6 +227,7 @@ class Conversations:
             trained = trained[-1:]
         if not trained:
             raise ValueError("has no message of the assistant to be trained")
+        self.asked = {checksum_of_messages(messages[:place]) for place in trained}
         text, marked = self._written(messages)
         contents = "\n".join(message["content"] for message in messages)
         doubled = [mark for mark in self._written_by_template if mark in contents]

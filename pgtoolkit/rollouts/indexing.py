@@ -23,6 +23,7 @@ from pgtoolkit.rollouts.recorded_index import (
     read_index,
     stamp_of,
 )
+from pgtoolkit.rollouts.recorded_prompts import checksums_before_trained
 from pgtoolkit.rollouts.rows import RecordedRow, Rules
 from pgtoolkit.rollouts.settings import AdvantageEstimator, RecordedRolloutSettings
 from pgtoolkit.system.report import refusal
@@ -90,7 +91,10 @@ class Indexing:
         ]
         texts = self.rules.texts
         fingerprint = texts.fingerprint() if texts is not None and texts.read else None
-        return RecordedIndex(self._rows, files, self.key, has_groups, self.notes, fingerprint)
+        prompts = np.array(sorted(self._prompts), np.uint64)
+        return RecordedIndex(
+            self._rows, files, self.key, has_groups, self.notes, prompts, fingerprint
+        )
 
     def _read_rows(self) -> None:
         """Read all rows into `_rows`; the problems of wrong rows are collected."""
@@ -101,6 +105,8 @@ class Indexing:
         # Whether rows beyond `first` were not read.
         self._is_cut = False
         self._num_too_long = 0
+        # Checksums of what the trained tokens answer.
+        self._prompts: set[int] = set()
         self._plausibility = Plausibility()
         self._rows = np.fromiter(self._entries(), ROW)
 
@@ -108,6 +114,9 @@ class Indexing:
         """Yield the entries of each right row, as ROW has them."""
         ids: dict[str, str] = {}
         trajectories: dict[tuple[object, int | str], int] = {}
+        texts = self.rules.texts
+        if texts is not None:
+            texts.asked = set()  # by the row of a fingerprint
         index = itertools.count()
         for file_number, file in enumerate(self.files):
             rows = _checked_rows(file, self.rules, self._problems)
@@ -134,6 +143,9 @@ class Indexing:
                     trajectory = trajectories.setdefault((prompt, row.trajectory), row_index)
                 is_first_part = trajectory in (-1, row_index)
                 self._plausibility.add(row, group if is_first_part else -1)
+                self._prompts.update(checksums_before_trained(row.token_ids, row.loss_mask))
+                if texts is not None:
+                    self._prompts |= texts.asked
                 yield file_number, number, place, *_entries_of(row, group, trajectory)
 
     def _check_id(self, row: RecordedRow, label: str, ids: dict[str, str]) -> None:

@@ -80,6 +80,8 @@ class RecordedIndex:
     rules: what the rows were checked for. has_groups: whether it is known which documents share a
         prompt.
     notes: for the user.
+    prompts: (prompts,) uint64, the checksums of the different prompts of all rows
+        (`recorded_prompts`).
     texts: the fingerprint of the template and tokenizer that made tokens of texts; None where rows
         have tokens.
     """
@@ -89,6 +91,7 @@ class RecordedIndex:
     rules: str
     has_groups: bool
     notes: list[str]
+    prompts: np.ndarray
     texts: int | None = None
 
     def digests(self) -> dict[str, dict[str, int | str]]:
@@ -105,10 +108,12 @@ class RecordedIndex:
         )
 
     def write(self, folder: Path) -> None:
-        about = {name: value for name, value in vars(self).items() if name != "rows"}
+        arrays = ("rows", "prompts")
+        about = {name: value for name, value in vars(self).items() if name not in arrays}
+        about_text = np.array(json.dumps(about))
         path = folder / FILE_NAME
         with storage(path), replacing(path) as file:
-            np.savez(file, rows=self.rows, about=np.array(json.dumps(about)))
+            np.savez(file, rows=self.rows, prompts=self.prompts, about=about_text)
 
 
 def first_parts(rows: np.ndarray) -> np.ndarray:
@@ -121,7 +126,8 @@ def read_index(folder: Path) -> RecordedIndex | None:
     """Return the index in a run directory; None without a complete one of this version."""
     try:
         with np.load(folder / FILE_NAME) as kept:
-            index = RecordedIndex(kept["rows"], **json.loads(str(kept["about"])))
+            about = json.loads(str(kept["about"]))
+            index = RecordedIndex(rows=kept["rows"], prompts=kept["prompts"], **about)
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
         return None
     return index if index.rows.dtype == ROW else None

@@ -107,6 +107,8 @@ class ConversationTask(Task):
     Prompts come from files, as those of `PromptsTask`; without a file each prompt is a seed, and
     they never end. Each conversation has an environment of its own. A reward of 1 or more is an
     exact match.
+
+    source_rows: the prompts that environments begin conversations on.
     """
 
     def __init__(
@@ -121,9 +123,9 @@ class ConversationTask(Task):
         self._seed = seed
         # The names of the environment's measures, once there is a score.
         self._measures: frozenset[str] | None = None
-        self._rows = Seeds()
+        self.source_rows = Seeds()
         if isinstance(settings, ConversationTaskSettings) and settings.path is not None:
-            self._rows = PromptRows(settings, seed, once)
+            self.source_rows = PromptRows(settings, seed, once)
         self._setting = f"task.environment={settings.environment}"
         processes = settings.environment_processes
         self._environments = Processes(
@@ -143,25 +145,25 @@ class ConversationTask(Task):
 
     @property
     def num_prompts(self) -> int | None:
-        return self._rows.num_prompts
+        return self.source_rows.num_prompts
 
     def row(self, index: int) -> int:
-        return self._rows.row(index)
+        return self.source_rows.row(index)
 
     def rows(self) -> Iterator[Prompt]:
-        return (self._prompt(prompt.index) for prompt in self._rows.rows())
+        return (self._prompt(prompt.index) for prompt in self.source_rows.rows())
 
     def drop(self, rows: set[int]) -> None:
-        self._rows.drop(rows)
+        self.source_rows.drop(rows)
 
     def prompt(self, index: int) -> Prompt:
-        return dataclasses.replace(self._prompt(self._rows.row(index)), index=index)
+        return dataclasses.replace(self._prompt(self.source_rows.row(index)), index=index)
 
     def begin(self, prompts: Sequence[Prompt]) -> list[Conversation]:
         """Begin a conversation on each prompt. Raises DataError if one begins in another way than
         its prompt did. One whose environment gives no answer ends after the first turn."""
         conversations = []
-        started = self._start([self._rows.row(prompt.index) for prompt in prompts])
+        started = self._start([self.source_rows.row(prompt.index) for prompt in prompts])
         for prompt, (environment, begun) in zip(prompts, started, strict=True):
             if isinstance(environment, Failure):
                 conversation = Conversation(prompt, None, [*map(dict, prompt.messages or ())])
@@ -282,7 +284,7 @@ class ConversationTask(Task):
         from pgtoolkit.tasks.shuffle import seed_of  # not above: `pgtk check` does without NumPy
 
         prompts = [
-            dataclasses.replace(self._rows.of_row(row), seed=seed_of(self._seed, row))
+            dataclasses.replace(self.source_rows.of_row(row), seed=seed_of(self._seed, row))
             for row in rows
         ]
         asks = [Ask(None, "start", prompt, _described(prompt)) for prompt in prompts]

@@ -17,12 +17,21 @@ def note_on_shared(
     count: of the set, from its first prompt on. num_asked: of training whose prompts never end,
         those that are looked at, from its first on.
     """
-    num_shared = asked_by_both(training, held_out, count, num_asked)
+    return note_on_number(name, asked_by_both(training, held_out, count, num_asked), count)
+
+
+def note_on_number(name: str, num_shared: int, count: int, at_least: bool = False) -> str | None:
+    """Return a note on an evaluation set, `num_shared` of whose prompts training asks, too; None
+    where it is 0.
+
+    at_least: whether not all prompts of training are known.
+    """
     if not num_shared:
         return None
+    beginning = "At least " if at_least else ""
     return (
-        f"{num_shared} of the {count} prompts of evaluation set {name} are also prompts of "
-        "training: what is measured on those is not held out."
+        f"{beginning}{num_shared} of the {count} prompts of evaluation set {name} are also prompts "
+        "of training: what is measured on those is not held out."
     )
 
 
@@ -42,9 +51,20 @@ def asked_by_both(task: Task, other: Task, count: int, num_asked: int = 0) -> in
 
     num_asked: see `note_on_shared`.
     """
-    asked = map(task.prompt, range(num_asked)) if task.num_prompts is None else task.rows()
+    training = _of_file(task)
+    held_out = _of_file(other)
+    is_endless = training.num_prompts is None
+    asked = map(training.prompt, range(num_asked)) if is_endless else training.rows()
     known = different(asked)
-    return sum(not known.isdisjoint(different([other.prompt(number)])) for number in range(count))
+    return sum(
+        not known.isdisjoint(different([held_out.prompt(number)])) for number in range(count)
+    )
+
+
+def _of_file(task: Task) -> Task:
+    """Return the prompts of a task; of conversations with a file those that it holds, since what
+    an environment makes of one may depend on its seed."""
+    return task.source_rows if isinstance(task, ConversationTask) else task
 
 
 def different(prompts: Iterable[Prompt]) -> set[str]:
