@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from pgtoolkit.config.evaluation_sets import HeldOut, held_out_sets, is_on
 from pgtoolkit.config.paths import NO_FOLDER
@@ -59,10 +60,14 @@ def record_data(run_dir: Path, config: Config, step: int | None) -> None:
     before = read_data(run_dir) if step is not None else {}
     accepted = before.pop("accepted", [])
     changes = {}
+    history = {}
     for key, files in before.items():
         is_removed_set = key.startswith("evaluation.") and key not in current
-        difference = _difference(files, current.get(key, {}))
-        if difference and not is_removed_set:
+        now = current.get(key, {})
+        accepted_of_key = [(entry["step"], entry["before"].get(key)) for entry in accepted]
+        history[key] = _steps_with(files, step or 0, accepted_of_key)
+        difference = _difference(history[key][-1].files, now)
+        if difference and _difference(files, now) and not is_removed_set:
             changes[key] = difference
     if changes:
         assert step is not None  # a run that starts has no data before
@@ -70,7 +75,7 @@ def record_data(run_dir: Path, config: Config, step: int | None) -> None:
             values = {"rollout.path": getattr(config.rollout, "path", None), **models}
             values |= {key: task.path for key, task in tasks.items()}
             refusals = [
-                _refusal(key, values[key], step, difference) for key, difference in changes.items()
+                _refusal(key, values[key], history[key], current.get(key, {})) for key in changes
             ]
             raise ConfigError("\n".join(refusals))
         for key, difference in changes.items():
@@ -196,8 +201,44 @@ def _digest(path: Path, sampled: bool) -> FileDigest:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
+class _Steps(NamedTuple):
+    """Steps of a run that were made with the same data."""
+
+    first: int
+    last: int
+    files: Digests
+
+    def __str__(self) -> str:
+        if self.first == self.last:
+            return f"step {self.first}"
+        return f"steps {self.first} to {self.last}"
+
+
+def _steps_with(
+    files: Digests, step: int, accepted: Iterable[tuple[int, Digests | None]]
+) -> list[_Steps]:
+    """Return with which data of a key a run has made its steps; at least one entry.
+
+    files: the newest data. step: the last one. accepted: the step after which a change was
+        accepted, and the data before; None where those of the key have not changed.
+    """
+    changes = [(last, before) for last, before in accepted if before is not None]
+    result: list[_Steps] = []
+    for last, data in [*changes, (step, files)]:
+        first = result[-1].last + 1 if result else 1
+        if last >= first:  # otherwise the run ended before a checkpoint with these data
+            result.append(_Steps(first, min(last, step), data))
+    return result or [_Steps(1, step, files)]
+
+
 def _difference(before: Digests, now: Digests) -> str:
-    """Return in words which files have changed; "" if none has."""
+    """Return in words which files have changed; "" if none has. A single file may have another
+    name."""
+    if len(before) == len(now) == 1 and {*before} != {*now}:
+        is_same = [*before.values()] == [*now.values()]
+        (old_name,) = before
+        (new_name,) = now
+        return "" if is_same else f"{new_name}, with other contents than {old_name}"
     changes = {
         "changed": [name for name in before if name in now and before[name] != now[name]],
         "missing": [name for name in before if name not in now],
@@ -211,9 +252,25 @@ def _difference(before: Digests, now: Digests) -> str:
     return "; ".join(phrases)
 
 
-def _refusal(key: str, value: object, step: int, difference: str) -> str:
+def _refusal(key: str, value: object, history: list[_Steps], now: Digests) -> str:
+    """Return the refusal of data that are not those of the last steps.
+
+    history: see `_steps_with`.
+    """
+    *earlier, newest = history
+    difference = _difference(newest.files, now)
+    if not earlier:
+        return (
+            f"{key}={value} needs the contents that the run began with (got {difference}). "
+            f"Its first {newest.last} steps were made with those. Restore them, or use "
+            "trainer.accept_changed_data=true."
+        )
+    same = [str(steps) for steps in earlier if not _difference(steps.files, now)]
+    others = [str(steps) for steps in earlier if _difference(steps.files, now)]
+    told = [f"{' and '.join(same)} with those that are there now"] if same else []
+    told += [f"{' and '.join(others)} with others"] if others else []
     return (
-        f"{key}={value} needs the contents that the run began with (got {difference}). "
-        f"Its first {step} steps were made with those. Restore them, or use "
-        "trainer.accept_changed_data=true."
+        f"{key}={value} needs the contents that {newest} had (got {difference}). Since a change "
+        f"was accepted, the run has gone on with those; it made {', '.join(told)}. Restore those "
+        f"of {newest}, or use trainer.accept_changed_data=true."
     )

@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,11 +17,20 @@ import pytest
 from builders.runs import SHORT, config_of, metrics_of
 from omegaconf import OmegaConf
 
-from pgtoolkit.assembly.data import WHOLE_BYTES, Digests, digests, model_paths, tasks_with_files
+from pgtoolkit.assembly.data import (
+    WHOLE_BYTES,
+    Digests,
+    digests,
+    model_paths,
+    record_data,
+    tasks_with_files,
+)
 from pgtoolkit.cli import main
 from pgtoolkit.config.evaluation_sets import held_out_sets
 from pgtoolkit.config.paths import absolute_paths
+from pgtoolkit.config.saved import saved_config
 from pgtoolkit.config.schema import Config
+from pgtoolkit.errors import ConfigError
 
 SMALL = [
     setting
@@ -156,7 +166,46 @@ def test_changed_data_are_refused_until_they_are_accepted_once(copied_home, key,
     assert metrics_of(run)[-1]["step"] == 3
 
     change(file)
+    capsys.readouterr()
     assert resume(run, "trainer.max_steps=4") == 2
+    assert (
+        f"{key}={path} needs the contents that step 3 had (got {file.name} changed). Since a "
+        "change was accepted, the run has gone on with those; it made steps 1 to 2 with others. "
+        "Restore those of step 3, or use trainer.accept_changed_data=true."
+    ) in capsys.readouterr().err
+
+
+def test_the_steps_before_an_accepted_change_are_told_from_those_after_it(copied_home, capsys):
+    run = copied_home / "first"
+    file = copied_home / "prompts.jsonl"
+    contents = file.read_bytes()
+    add_prompt(file)
+    assert resume(run, "trainer.max_steps=4", "trainer.accept_changed_data=true") == 0
+    file.write_bytes(contents)
+    capsys.readouterr()
+    assert resume(run, "trainer.max_steps=5") == 2
+    assert (
+        "needs the contents that steps 3 to 4 had (got prompts.jsonl changed). Since a change was "
+        "accepted, the run has gone on with those; it made steps 1 to 2 with those that are there "
+        "now. Restore those of steps 3 to 4, or use trainer.accept_changed_data=true."
+    ) in capsys.readouterr().err
+    assert resume(run, "trainer.max_steps=5", "trainer.accept_changed_data=true") == 0
+
+
+def test_an_accepted_change_with_which_no_step_was_made_is_no_history(copied_home, monkeypatch):
+    """The data that the checkpoint was made with, and those that were accepted, are taken."""
+    monkeypatch.chdir(copied_home)
+    config = saved_config(copied_home / "first")
+    contents = (copied_home / "prompts.jsonl").read_bytes()
+    add_prompt(copied_home / "prompts.jsonl")
+    trainer = replace(config.trainer, accept_changed_data=True)
+    record_data(copied_home / "first", replace(config, trainer=trainer), 2)
+    record_data(copied_home / "first", config, 2)
+    (copied_home / "prompts.jsonl").write_bytes(contents)
+    record_data(copied_home / "first", config, 2)
+    add_prompt(copied_home / "prompts.jsonl")
+    with pytest.raises(ConfigError, match="Its first 2 steps were made with those"):
+        record_data(copied_home / "first", config, 2)
 
 
 def test_a_resume_takes_data_from_another_place(copied_home, tmp_path, monkeypatch, capsys):
@@ -169,6 +218,14 @@ def test_a_resume_takes_data_from_another_place(copied_home, tmp_path, monkeypat
     assert OmegaConf.load("home/first/config.yaml").task.path == str(
         tmp_path / "moved" / "prompts.jsonl"
     )
+    renamed = (tmp_path / "moved" / "prompts.jsonl").rename(tmp_path / "renamed.jsonl")
+    assert resume("home/first", "task.path=renamed.jsonl", "trainer.max_steps=4") == 0
+    assert [*json.loads(Path("home/first/data.json").read_text())] == ["task.path"]
+    add_prompt(renamed.rename(tmp_path / "other.jsonl"))
+    capsys.readouterr()
+    assert resume("home/first", "task.path=other.jsonl", "trainer.max_steps=5") == 2
+    said = "began with (got other.jsonl, with other contents than renamed.jsonl). Its first 4 steps"
+    assert said in capsys.readouterr().err
     assert resume("home/first", "task.verifier=math_verify") == 2
 
 
