@@ -363,6 +363,8 @@ class Indexing:
             rows["advantage"] = 0.0
         elif not self._given:
             self._estimate()
+        # Nobody could score them: as with rewards, metrics of advantages count 0.
+        rows["advantage"][self._excluded] = 0.0
         if imitates or not self._given:
             rows["has_signal"] = (rows["advantage"].astype(np.float32) != 0) & (rows["trained"] > 0)
         rows["has_signal"] &= ~self._excluded

@@ -252,6 +252,13 @@ def test_recorded_rows_may_lack_the_reward_only_where_the_score_failed(tmp_path)
     excluded = [rollouts.outline(place).is_excluded for place in range(4)]
     assert excluded == [False, False, True, False]
 
+    for each in (50.0, [0, 0, 50.0, 50.0, 50.0]):
+        given = [row | {"advantage": 0.5} for row in rows]
+        given[2]["advantage"] = each
+        of_given = recorded_rollouts(write_jsonl(tmp_path / "rows.jsonl", given), "given")
+        advantages = [document.advantages.tolist() for document in all_documents(of_given)]
+        assert advantages == [[0.5] * 3, [0.5] * 3, [0] * 3, [0.5] * 3]
+
     del rows[2]["score_failed"]
     with pytest.raises(DataError, match=r"rows.jsonl:3:reward: is missing"):
         recorded_rollouts(write_jsonl(tmp_path / "rows.jsonl", rows), "dr_grpo")
