@@ -76,6 +76,8 @@ class Samples(NamedTuple):
 
     counts: of the prompts that were sampled more than once between the steps `since` and `step`,
         how many have a mean reward that rose, fell and stayed the same.
+    num_between: of these prompts, those that have no reward at one of the two steps, and are
+        compared at the first and the last step between them that has some.
     changes: the largest changes, in falling order.
     """
 
@@ -84,6 +86,7 @@ class Samples(NamedTuple):
     rows: list[CompletionRow]
     since: int
     counts: tuple[int, int, int]
+    num_between: int
     changes: list[Change]
 
 
@@ -159,6 +162,8 @@ def samples(
     rising = sum(rise > 0 for rise in rises.values())
     falling = sum(rise < 0 for rise in rises.values())
     counts = (rising, falling, len(rises) - rising - falling)
+    ends = [(min(by_step), max(by_step)) for by_step in repeated.values()]
+    num_between = sum(pair != (since, step) for pair in ends)
     rows_at = functools.cache(kept.rows)
     changed = [name for name, rise in rises.items() if rise]
     changes = []
@@ -168,7 +173,7 @@ def samples(
         before = _extreme(rows_at(min(repeated[name])), name, not is_better)
         after = _extreme(rows_at(max(repeated[name])), name, is_better)
         changes.append(Change(means[name], before, after))
-    return Samples(kept.set, step, rows_at(step), since, counts, changes)
+    return Samples(kept.set, step, rows_at(step), since, counts, num_between, changes)
 
 
 def _rewards_of_repeated(
@@ -257,6 +262,12 @@ def _changes(shown: Samples, lines: int) -> list[str]:
             f"{rose} prompts better, {fell} worse, {stayed} the same "
             "(by mean reward of the kept completions)"
         )
+        if shown.num_between:
+            changed += (
+                f". {shown.num_between} of these {sum(shown.counts)} have no reward at step "
+                f"{shown.since} or {shown.step}, and are compared at the first and the last step "
+                "between them that has some"
+            )
     else:
         changed = (
             "unknown, no prompt was asked twice; an evaluation (evaluation.every=20) asks "

@@ -282,3 +282,19 @@ def test_no_text_of_a_completion_becomes_a_script_or_a_placeholder_of_the_page(t
     assert only_row["answer"] == "@DATA@"
     assert len(only_row["completion"]) < 8100
     assert "more characters" in only_row["completion"]
+
+
+def test_prompts_that_are_compared_between_the_steps_of_the_heading_are_counted(tmp_path):
+    """Of a, b, c and d, a alone has rewards at both steps."""
+    lost = [row(0, "b", None), row(0, "c", None), row(9, "d", None)]
+    rows = [row(0, "a", 0.0), row(9, "a", 1.0), *(row(4, name, 0.5) for name in "bcd"), *lost]
+    rows += [row(9, "b", 1.0), row(9, "c", 0.0), row(0, "d", 1.0)]
+    kept = kept_by(write(tmp_path / "run", held_out=rows))
+    shown = render_samples(samples(kept["held_out"]), kept, "run", 3, 8)
+    assert (
+        "Changed since step 0: 2 prompts better, 2 worse, 0 the same (by mean reward of the kept "
+        "completions). 3 of these 4 have no reward at step 0 or 9, and are compared at the first "
+        "and the last step between them that has some"
+    ) in " ".join(shown.split())
+    first = samples(kept["held_out"], step=4, since=0)
+    assert (first.counts, first.num_between) == ((0, 1, 0), 0)
