@@ -122,7 +122,8 @@ def _token_ids(value: object, _row: RecordedRow, rules: Rules) -> np.ndarray:
         raise Unusable(
             f"needs tokens of the vocabulary, 0 to {rules.vocabulary_size - 1} (got "
             f"{tokens[place]} at position {place}). Use the model and the task of the run that "
-            "recorded them, as its config.yaml has them"
+            "recorded them, as its config.yaml has them: the tokens of model=tiny are those of its "
+            "task, such as task=prompts task.path=FILE"
         )
     if rules.max_tokens is not None and len(tokens) > rules.max_tokens:
         raise TooManyTokens(

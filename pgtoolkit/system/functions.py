@@ -202,7 +202,10 @@ def _import_or_refuse(key: str, path: str, options: Sequence[str]) -> ModuleType
     except BaseException as error:  # importing runs the user's code
         if is_interrupt(error):
             raise
-        reason = "It is looked for in the current directory and where Python finds its packages."
+        reason = (
+            "It is looked for in the current directory and where Python finds its packages, which "
+            "PYTHONPATH=FOLDER adds to."
+        )
         got = f"{type(error).__name__}: {first_line(error)}"
         use = f"{key}=package.module.{kind}"
         place = _line_of_user(error)

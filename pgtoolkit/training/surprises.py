@@ -57,9 +57,14 @@ class Surprises:
         gives_signal = self._estimator != AdvantageEstimator.none
         if has_no_signal and gives_signal and not self._noted_no_signal:
             self._noted_no_signal = True
-            cause = _CAUSES.get(
-                self._estimator, "all completions of a prompt have equal rewards. " + _TOO_HARD
-            )
+            equal = "all completions of a prompt have equal rewards. " + _TOO_HARD
+            failed = metrics.get("failed_score_fraction", 0.0)
+            if failed:
+                equal = (
+                    f"{failed:.0%} of the scores failed, and the rewards of each prompt are equal, "
+                    "or at most one is left. See the metric failed_score_fraction."
+                )
+            cause = _CAUSES.get(self._estimator, equal)
             log.warning(
                 f"note: every advantage of the step that ends at document {documents_seen} is "
                 f"0, so the step teaches the policy nothing: {cause} This note "

@@ -513,6 +513,11 @@ def test_a_step_without_advantages_is_explained_by_the_estimator(caplog):
         surprises.of_step({"zero_advantage_group_fraction": 1}, 8)
         (note,) = [record.getMessage() for record in caplog.records]
         assert f"so the step teaches the policy nothing: {says}" in note
+    caplog.clear()
+    surprises = Surprises("grpo", rollout, AdvantageEstimator.grpo)
+    surprises.of_step({"zero_advantage_group_fraction": 1, "failed_score_fraction": 11 / 12}, 8)
+    assert "nothing: 92% of the scores failed, and the rewards of each prompt are" in caplog.text
+    assert "too hard" not in caplog.text
 
 
 def test_a_run_without_a_gradient_says_so_once_in_its_third_step(caplog):
