@@ -324,8 +324,8 @@ def linear_policy_loss(
 
     T is the number of positions, V the size of the vocabulary, H the width of the hidden states.
 
-    hidden: (T, H), in whose dtype "fused_linear" makes the products, also under torch.autocast:
-        there float32 states need hidden.bfloat16() for products in bfloat16.
+    hidden: (T, H). "fused_linear" makes the products in its dtype, also under torch.autocast: there
+        float32 states need hidden.bfloat16() for products in bfloat16.
     lm_head_weight: (V, H), cast to hidden's dtype if it has another.
     bias: (V,) or None.
 
@@ -345,9 +345,8 @@ def linear_policy_loss(
         in full either; logits_memory_mb is for those of both models. They get no gradient.
     fp32_logits: logits in float32 from hidden and weight in half precision (the fp32 LM head).
     weight_gradient: (V, H) float32 (float64 for float64 hidden), to which the weight's gradient is
-        added during the call itself, so that it adds up in float32 over micro-batches. Autograd
-        then sees the weight as a constant, and backward of a scaled loss is an error.
-        "fused_linear" only.
+        added during the call itself: over micro-batches it adds up in float32. Autograd then sees
+        the weight as a constant, and backward of a scaled loss is an error. "fused_linear" only.
     counts: the documents' numbers of tokens, where the caller knows them on the host: with
         check_finite=False, "fused_linear" then reads nothing from a GPU before its last product.
     vocabulary_group: lm_head_weight, bias and weight_gradient hold this rank's rows, and so do

@@ -24,11 +24,11 @@ class Theirs:
     """A key of another trainer, as trl.yaml explains it.
 
     cases: (condition, what to type here, or that by their value), of which the first that fits
-    counts. reasons: (condition, why there is no equal), of which all that fit are said. default:
-    None, too, for a section whose keys have no row of their own. learns: whether what is learned
-    depends on it although no key of ours is typed for it. differs: (condition, what is not quite
-    the same); apart: the same of what changes what is learned. gone_in: the version of the table
-    where that lacks the key, which earlier ones have.
+    counts. reasons: condition -> why there is no equal; all that fit are said. default: None, too,
+    for a section whose keys have no row of their own. learns: whether what is learned depends on
+    it although no key of ours is typed for it. differs: condition -> what is not quite the same.
+    apart: condition -> a difference that changes what is learned. gone_in: the version of the
+    table if that lacks the key, which earlier ones have.
     """
 
     trainer: str
@@ -45,7 +45,7 @@ class Theirs:
 
     @property
     def kind(self) -> str:
-        """Whose key it is, in words."""
+        """The trainer that has the key, in words."""
         if self.gone_in:
             return f"a key of earlier versions of {self.trainer}, which {self.gone_in} lacks"
         return f"a key of {self.trainer}"
@@ -276,8 +276,10 @@ def _likeliest(rows: list[Theirs]) -> list[tuple[str, Theirs]]:
 
 
 def rows_with_value(value: str) -> list[tuple[Theirs, str]]:
-    """Return the rows whose cases name a value, such as bnpo, with what is typed for it, in words
-    and code, or whose reason says that it has no equal."""
+    """Return the rows that know a value, such as bnpo, each with a sentence.
+
+    It says what is typed for the value, or why it has no equal.
+    """
     if re.fullmatch(r"true|false|null|none|auto|[\W\d.]*", value):
         return []
     rows_of_value = []

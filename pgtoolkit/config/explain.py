@@ -300,8 +300,10 @@ def _parameters(code: Callable) -> Iterator[str]:
 
 
 def _own_metrics(code: Callable) -> Iterator[str]:
-    """Yield the metrics that a loss function returns for made-up tokens, each with what the
-    function's docstring says in a line that begins with `NAME:`."""
+    """Yield the metrics that a loss function returns for made-up tokens.
+
+    A line `NAME: meaning` of the function's docstring is added in brackets.
+    """
     if isinstance(code, type) or not {*NEW} & _signature(code).keys():
         return
 
@@ -309,7 +311,7 @@ def _own_metrics(code: Callable) -> Iterator[str]:
 
     try:
         _, names = measured_by(FunctionLoss(code))
-    except Exception:  # that of the user's code, which a check of the loss says
+    except Exception:  # raised by the user's code; a check of the loss reports it
         return
     documented = inspect.getdoc(code) or ""
     for name in names:

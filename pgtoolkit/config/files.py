@@ -67,7 +67,7 @@ def sweep_file(name: str = "") -> Path:
                 setting=f"pgtk sweep {name}",
                 needs="the name of a sweep, or a file ending in .yaml",
                 got="the folder of a sweep that was started",
-                reason="Its own command goes on with what its jobs lack.",
+                reason="Its own command goes on with its unfinished jobs.",
                 use=command,
             )
         )

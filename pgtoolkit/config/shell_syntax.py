@@ -18,7 +18,7 @@ _END_OF_TEST = " \t\n"
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a word. expands: it is an expansion, which begins with `$` or a backtick."""
+    """A part of a word. expands: True for an expansion, which begins with `$` or a backtick."""
 
     text: str
     quoted: bool = False
@@ -74,7 +74,7 @@ class Chain(Statement):
 
 @dataclass(frozen=True)
 class Pipeline(Statement):
-    """Statements with `|` between them. negated: by `!`."""
+    """Statements with `|` between them. negated: whether `!` stands before them."""
 
     statements: list[Statement]
     negated: bool
@@ -89,7 +89,7 @@ class Subshell(Statement):
 
 @dataclass(frozen=True)
 class Branches(Statement):
-    """`if`. branches: each condition and its statements; None for that of `else`."""
+    """`if`. branches: pairs of a condition, None for `else`, and its statements."""
 
     branches: list[tuple[Sequence | None, Sequence]]
 
@@ -108,7 +108,8 @@ class Loop(Statement):
 
 @dataclass(frozen=True)
 class Case(Statement):
-    """`case`. clauses: the patterns of each and what it runs. falls: one goes on in the next."""
+    """`case`. clauses: the patterns of each and its statements. falls: whether one goes on in the
+    next, by `;&` or `;;&`."""
 
     word: Word
     clauses: list[tuple[list[Word], Sequence]]
@@ -124,7 +125,7 @@ class Function(Statement):
 
 
 def parsed(script: str) -> Sequence:
-    """Return the statements of a script; raises ValueError that names the line where it is none."""
+    """Return the statements of a script; raises ValueError with the line that is not read."""
     try:
         return _Reader(script.replace("\r\n", "\n")).sequence(())
     except RecursionError:
@@ -134,11 +135,10 @@ def parsed(script: str) -> Sequence:
 def pieces_of(text: str, quoted: bool) -> list[Piece]:
     """Return the parts of a text within `${NAME:-text}`. quoted: the expansion is in quotes."""
     reader = _Reader(text)
+    if not quoted:
+        return reader.word("").pieces
     pieces: list[Piece] = []
-    if quoted:
-        reader.read_quoted(pieces, "")
-    else:
-        pieces = reader.word("").pieces
+    reader.read_quoted(pieces, "")
     return pieces
 
 
@@ -147,8 +147,8 @@ class _Reader:
     text: str
     at: int = 0
     _documents: list[tuple[str, bool]] = field(default_factory=list)
-    """The here-documents that begin behind this line: their last lines, and whether tabs before
-    these do not count."""
+    """The here-documents that begin behind this line: the line that ends each, and whether tabs
+    may stand before it."""
 
     def _damage(self, lacks: str) -> ValueError:
         return ValueError(f"line {self._line(self.at)} of it is not read as bash: {lacks}")
@@ -176,7 +176,7 @@ class _Reader:
         for last, tabs in self._documents:
             indented = r"\t*" if tabs else ""
             end = re.compile(rf"^{indented}{re.escape(last)}$", re.M).search(self.text, self.at)
-            if end is None:  # which bash takes as well
+            if end is None:  # bash then takes all the rest, with a warning
                 self.at = len(self.text)
             else:
                 self.at = min(end.end() + 1, len(self.text))
@@ -199,7 +199,7 @@ class _Reader:
         raise self._damage(f"no {' or '.join(words)} follows")
 
     def sequence(self, ends: tuple[str, ...]) -> Sequence:
-        """Return the statements up to a word of the grammar; none: up to the end."""
+        """Return the statements before one of the words in `ends`; all where that is empty."""
         start = self.at
         statements: list[Statement] = []
         in_background: list[bool] = []
@@ -377,7 +377,7 @@ class _Reader:
         return Loop(line, self.text[start : self.at], sign, name, words, condition, body)
 
     def _words(self, newlines: bool = False) -> list[Word]:
-        """Return the words that stand here."""
+        """Return the words that follow. newlines: whether they may stand on several lines."""
         words = []
         while True:
             self._skip(newlines)
@@ -416,7 +416,7 @@ class _Reader:
     def word(self, ends: str = _END_OF_WORD) -> Word:
         """Return the word that stands here; one without text where there is none.
 
-        ends: the signs of which each ends it.
+        ends: the signs that end a word.
         """
         start = self.at
         pieces: list[Piece] = []
@@ -464,8 +464,8 @@ class _Reader:
         return text
 
     def read_quoted(self, pieces: list[Piece], end: str) -> None:
-        """Read what stands in double quotes, and go behind them. end: `"`, or "" for all, in which
-        further quotes stand for nothing."""
+        """Read a text in double quotes, and go behind them. end: `"`, or "" for the whole text, in
+        which quotes are left out."""
         while self.at < len(self.text):
             sign = self.text[self.at]
             if sign == '"':
@@ -552,7 +552,10 @@ class _Reader:
         self.at += 1
 
     def _end_of_arithmetic(self, at: int) -> int:
-        """Return where the `))` ends that closes what begins here; 0 where another sign does."""
+        """Return the place behind the `))` that closes an expression; 0 where none closes it.
+
+        at: where the expression begins.
+        """
         depth = 0
         for sign in re.compile(r"[()]").finditer(self.text, at):
             if sign[0] == "(":

@@ -18,14 +18,14 @@ from pgtoolkit.config.shell_syntax import Piece, Statement, Word, pieces_of
 _CODE = r"\$\((?:[^()]|\((?:[^()]|\([^()]*+\))*+\))*+\)"
 _BRACED = r"\$\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+\}"
 _split = re.compile(rf"(?:{_CODE}|{_BRACED}|`[^`]*+`|\S)++").findall
-"""Splits a value into words, and no code or name that stands for a value of its own."""
+"""Splits a value at blanks, but not within an expansion, such as `$(date +%s)`."""
 
 _ITSELF = r"\$\{?(?:0|BASH_SOURCE(?:\[0\])?)\}?"
 _DIRNAME = rf"\$\(dirname(?:--)?(?:{_ITSELF}|\$\((?:realpath|readlink-f)(?:--)?{_ITSELF}\))\)"
 _OWN_FOLDER = re.compile(
     rf"{_DIRNAME}|\$\(cd(?:--)?{_DIRNAME}(?:[12&]?>[&>/\w]*)?&&pwd(?:-P)?\)"
 ).fullmatch
-"""Matches what a script finds its own folder by, without blanks and quotes."""
+"""Matches the code by which a script finds its own folder, once blanks and quotes are taken out."""
 
 NAME = re.compile(r"[A-Za-z_]\w*").fullmatch
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=").match
@@ -33,7 +33,7 @@ _PARAMETER = re.compile(
     r"([A-Za-z_]\w*|\d+|[@*#])(?:\[([^]]*)\])?(?:(:?)([-=+?])(.*))?", re.S
 ).fullmatch
 _QUOTED = re.compile(r"\$\{(\w+):?[-=](?:\"[^\"]*\"|'[^']*')\}").fullmatch
-"""Matches `${NAME:-"text"}`, and what else has its default in quotes."""
+"""Matches an expansion with a default in quotes, such as `${NAME:-"text"}`."""
 
 _CHANGED = re.compile(
     r"([A-Za-z_]\w*)(?:\[[^]]*\])?\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)"
@@ -42,7 +42,7 @@ _CHANGED = re.compile(
 """Finds the names that an arithmetic expression changes."""
 
 _BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
-"""Finds what bash makes several words of."""
+"""Finds braces that bash makes several words of, such as `{a,b}` and `{1..3}`."""
 
 _INTEGER = re.compile(r"-?(?:0|[1-9]\d{0,17})").fullmatch
 
@@ -54,10 +54,11 @@ Value = str | list[str]
 class State:
     """Holds the variables, functions and folder at a place of a script.
 
-    values: `@` has the arguments of a function. functions: what a name may be; None: no function.
-    hidden: what the variables were that a function has of its own. folder: the script's own, seen
-    from the current one; None: not known. opened: why each variable may be another; "" if none is.
-    over: the place is not reached.
+    values: `@` has the arguments of the script or function. functions: the bodies that a name may
+    have; None among them: it may be no function. hidden: the values that the local variables of a
+    function have outside of it. folder: the script's own, seen from the current one; None: not
+    known. opened: a sentence on why any variable may have another value; "" if none may. over:
+    whether the place is never reached.
     """
 
     values: dict[str, Value]
@@ -84,25 +85,28 @@ class Words:
 
     def __init__(self, folder: Path | None):
         self._now = State({"HOME": "~", "PWD": "."}, folder)
-        self._place = ""  # of the statement that is followed
-        self._reasons: dict[str, str] = {}  # the place since which a variable is not known
-        self._odd: set[str] = set()  # names with attributes, such as of `declare -i`
+        self._place = ""  # where the statement stands that is followed
+        self._reasons: dict[str, str] = {}  # variable -> the place since which it is not known
+        self._with_attributes: set[str] = set()  # names with attributes, such as of `declare -i`
 
     def _set(self, name: str, value: Value | None) -> None:
-        """Set a variable. value: None where it is as before the script."""
+        """Set a variable. value: None where the script has not set it."""
         self._now.values.pop(name, None)
         if value is not None:
             self._now.values[name] = value
 
     def _assign(self, name: str, value: Value) -> None:
         """Set a variable to a value that is plainly seen."""
-        if name in self._odd:
+        if name in self._with_attributes:
             self._forget([name])
         else:
             self._now.values[name] = value
 
     def _forget(self, names: Iterable[str]) -> None:
-        """Note that variables may be set here to what is not seen. Settings keep their keys."""
+        """Note that variables may be set here to values that are not known.
+
+        Of the settings in their old values the keys stay.
+        """
         for name in names:
             self._now.values[name] = merged(name, self._now.values.get(name, []), f"${name}")
             self._reasons[name] = self._place
@@ -118,7 +122,7 @@ class Words:
         """Return words as bash hands them to a command."""
         fields: list[str] = []
         for word in words:
-            current: str | None = None
+            current: str | None = None  # the field that is being put together
             plain = "".join(
                 "x" if piece.quoted or piece.expands else piece.text for piece in word.pieces
             )
@@ -133,16 +137,16 @@ class Words:
                     continue
                 default = None if piece.quoted else _QUOTED(piece.text)
                 is_default = default is not None and not self._held(default[1], None)
-                value, is_known = self._value(piece)
+                value, may_split = self._value(piece)
                 if is_default:
-                    is_known = False  # nothing that is in quotes is split
+                    may_split = False  # since the default is in quotes
                 elif not (piece.quoted or default) and re.search(
                     r"^\$\{.*[\"'].*\s", piece.text, re.S
                 ):
                     value = piece.text
-                    is_known = False
+                    may_split = False
                 parts = [value] if isinstance(value, str) else value
-                if not piece.quoted and is_known:
+                if not piece.quoted and may_split:
                     joined = " ".join(parts)
                     if "IFS" in self._now.values and re.search(r"\W", joined):
                         joined = f"${{{piece.text.strip('${}')}}}"
@@ -155,14 +159,14 @@ class Words:
                         fields.append(current or "")
                         current = ""
                     current = (current or "") + part
-            if word.array is not None:  # which is no assignment here
+            if word.array is not None:  # here it is an argument, not an assignment
                 current = f"{current or ''}$(...)"
             if current is not None:
                 fields.append(current)
         return fields
 
     def _text(self, pieces: list[Piece]) -> str:
-        """Return what pieces stand for where bash splits nothing."""
+        """Return the text of pieces where bash splits no words."""
         texts = []
         for piece in pieces:
             value = self._value(piece)[0] if piece.expands else piece.text
@@ -170,7 +174,7 @@ class Words:
         return "".join(texts)
 
     def _value(self, piece: Piece) -> tuple[Value, bool]:
-        """Return what an expansion stands for, and whether it is known: else itself."""
+        """Return the value of an expansion, and whether it is known; if not, it is its code."""
         text = piece.text
         if text.startswith("$(("):
             number = self._number(text[3:-2])
@@ -190,11 +194,11 @@ class Words:
         held = self._held(name, subscript)
         if held is None and (sign in (None, "+", "?") or (self._now.opened and not name.isdigit())):
             return self._altered(text)
-        is_several = isinstance(held, list) and (subscript in ("@", "*") or name in "@*")
-        if isinstance(held, list) and not is_several:
+        takes_all = isinstance(held, list) and (subscript in ("@", "*") or name in "@*")
+        if isinstance(held, list) and not takes_all:
             held = held[0] if held else None
         is_set = bool(held) or (held == "" and not colon)
-        is_open = held and not is_several and not is_known(str(held))
+        is_open = held and not takes_all and not is_known(str(held))
         if (is_open and sign == "+") or (not is_set and sign == "?"):
             return text, False
         if sign is None or (is_set and sign != "+"):
@@ -203,7 +207,7 @@ class Words:
                 if "IFS" in self._now.values:
                     return text, False
                 value = " ".join(held)
-            return ([] if is_several and not held else value), True
+            return ([] if takes_all and not held else value), True
         if is_set != (sign == "+"):
             return "", True
         value = self._text(pieces_of(word, piece.quoted))
@@ -236,7 +240,10 @@ class Words:
         return elements[int(subscript)] if int(subscript) < len(elements) else []
 
     def _altered(self, text: str) -> tuple[Value, bool]:
-        """Return an expansion that is not understood; of an array its settings keep their keys."""
+        """Return the value of any other expansion, such as `${NAME%x}`, and whether it is known.
+
+        Known are the arguments from one on (`${@:2}`), and the keys of an array's settings.
+        """
         self._forget(
             [
                 name
@@ -260,7 +267,7 @@ class Words:
         return text, False
 
     def _number(self, expression: str) -> int | None:
-        """Return the value of an arithmetic expression; None for one that is not plainly seen."""
+        """Return the value of an arithmetic expression; None for an unknown one."""
 
         def value(match: re.Match[str]) -> str:
             held = self._held(match[1], None)
@@ -276,7 +283,7 @@ class Words:
             return None
 
     def _test(self, words: list[Word], is_new: bool) -> bool | None:
-        """Return what a simple comparison of known texts comes to; None for another test.
+        """Return the result of a simple comparison of known texts; None for another test.
 
         is_new: it is `[[ ]]`, where words are not split and the right one is a pattern.
         """
@@ -310,7 +317,7 @@ _COMPARED: dict[str, Callable[[int, int], bool]] = {
 
 
 def _computed(node: ast.expr) -> int | None:
-    """Return the value of whole numbers with signs between them, as bash divides."""
+    """Return the value of an expression of whole numbers; division rounds to 0, as in bash."""
     match node:
         case ast.Constant(value=int() as number):
             return number
@@ -321,7 +328,7 @@ def _computed(node: ast.expr) -> int | None:
             first = _computed(left)
             second = _computed(right)
             if first is None or second is None or abs(first) >= 2**31 or abs(second) >= 2**31:
-                return None  # what bash wraps around
+                return None  # their product may be one that bash wraps around
             match sign:
                 case ast.Add():
                     return first + second
@@ -330,9 +337,8 @@ def _computed(node: ast.expr) -> int | None:
                 case ast.Mult():
                     return first * second
                 case ast.Div() | ast.Mod():
-                    quotient = (
-                        abs(first) // abs(second) * (1 if (first < 0) == (second < 0) else -1)
-                    )
+                    size = abs(first) // abs(second)
+                    quotient = size if (first < 0) == (second < 0) else -size
                     return quotient if isinstance(sign, ast.Div) else first - quotient * second
         case ast.Compare(left=left, ops=[sign], comparators=[right]):
             first = _computed(left)
@@ -345,10 +351,10 @@ def _computed(node: ast.expr) -> int | None:
 
 
 def merged(name: str, before: Value, after: Value) -> Value:
-    """Return what is certain of a variable that is one of two values.
+    """Return the words that are certain of a variable that has one of two values.
 
-    Settings that both have stay; of another one the key is certain, and its value the variable's
-    name.
+    Settings that both have stay. Of others only the key is certain: the variable's name stands for
+    the value.
     """
     if before == after:
         return before
@@ -376,7 +382,7 @@ def _is_scalar(before: Value, after: Value) -> bool:
 
 
 def _single(words: list[str]) -> list[str]:
-    """Return the settings whose key none of the other words has."""
+    """Return the settings whose keys occur once."""
     keys = [word.partition("=")[0].lstrip("+") for word in words]
     return [
         word for word, key in zip(words, keys, strict=True) if "=" in word and keys.count(key) == 1

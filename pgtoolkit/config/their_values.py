@@ -104,8 +104,8 @@ def _one_path(paths: object) -> str:
         return ""
     pattern = str(Path(*map(_pattern, zip(*parts, strict=True))))
     named = {Path(file).expanduser() for file in files}
-    found = glob.glob(str(Path(pattern).expanduser()))
-    return pattern if {*map(Path, found)} <= named else ""
+    matching = glob.glob(str(Path(pattern).expanduser()))
+    return pattern if {*map(Path, matching)} <= named else ""
 
 
 def _pattern(names: tuple[str, ...]) -> str:
@@ -179,13 +179,13 @@ _TRACKERS = ("mlflow", "wandb", "tensorboard")
 
 
 def _trackers(named: object) -> list[str]:
-    """Return those trackers of a list, in whatever order, that are here, too."""
+    """Return the trackers of a list that are here, too, in our order."""
     names = {str(name) for name in named} if isinstance(named, list) else {str(named)}
     return [tracker for tracker in _TRACKERS if tracker in names]
 
 
 def _untracked(named: object) -> bool:
-    """Return whether a list has a tracker, too, that is not here."""
+    """Return whether a list names a tracker that is not here."""
     names = {str(name) for name in named} if isinstance(named, list) else {str(named)}
     return bool(names - {*_TRACKERS, "console", "none", "None"})
 

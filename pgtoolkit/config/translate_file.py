@@ -40,7 +40,6 @@ _PUNISHMENT = re.compile(
     rf"{PUNISHMENT}(?:\(max_completion_len=(\d+), soft_punish_cache=(\d+)\))?"
 ).fullmatch
 
-
 _PYTHON = re.compile(r"(?:\S*/)?(?:python[\d.]*|accelerate|torchrun|deepspeed|uv)").fullmatch
 """Matches a word that starts a program in Python."""
 
@@ -51,13 +50,13 @@ OF_RLOO = (
     "it is of `trl grpo`. `trl rloo` has all of its keys, too: with the comment # trl rloo in it, "
     "it is read as one of that"
 )
-"""What is said of a YAML that may be RLOO's, too."""
+"""A sentence on a YAML that may be RLOO's, too."""
 
 _SCRIPTS = ("trl/scripts/grpo.py", "trl/scripts/rloo.py")
 """TRL's own programs."""
 
 _IS_RLOO = re.compile(r"(?:rloo\w*\.py|^trl rloo|-m trl\.scripts\.rloo)(?: |$)").search
-"""Matches a command that starts TRL's RLOO, or a program of such a name."""
+"""Matches a command that starts TRL's RLOO, or a program with rloo in its name."""
 
 _NAMES_TRAINER = re.compile(r"(?i)\btrl[ ./](?:scripts[./])?(grpo|rloo)\b").search
 """Matches TRL's command or its script of GRPO or RLOO, as a comment names it."""
@@ -70,9 +69,8 @@ class TheirConfig:
     """Holds the values that a file sets, by full dotted name.
 
     assumed: sentences on how it was read. lost: settings that a script hands to no command.
-    unread: sentences on settings that are not read.
-    files: those that it names and that were read. version: of TRL, which it or one of these names,
-    or what lists the packages of its folder; "" for none. named_by: the file that does.
+    unread: sentences on settings that are not read. files: those that it names and that were read.
+    version: of TRL; "" where no file names it. named_by: the file that does.
     """
 
     table: Table
@@ -127,15 +125,19 @@ def _read(path: Path) -> TheirConfig:
 
 
 def _as_yaml(config: TheirConfig) -> TheirConfig:
-    """Return a configuration of which is noted that TRL's parser reads it from a YAML, where it
-    ignores a key that it does not know."""
+    """Note that TRL's parser reads a configuration from a YAML, and return it.
+
+    There the parser ignores a key that it does not know.
+    """
     config.values["launch.yaml"] = True
     return config
 
 
 def _set_version(config: TheirConfig, path: Path) -> None:
-    """Set the version of TRL that a file names, or one that it names, or that lists the packages of
-    its folder: in a pip line, a requirement or a comment."""
+    """Set the version of TRL, from a pip line, a requirement or a comment.
+
+    It stands in the file itself, in a file that it names, or in a list of its folder's packages.
+    """
     lists = [*sorted(path.parent.glob("requirements*.txt")), path.parent / "pyproject.toml"]
     for file in [path, *config.files, *(file for file in lists if file.is_file())]:
         named = _VERSION(_content(file))
@@ -152,8 +154,10 @@ def is_same(config: TheirConfig) -> bool:
 
 
 def is_older(config: TheirConfig, version: str) -> bool:
-    """Return whether a file is of a version of TRL before another one, as it says or as a key of it
-    shows that is gone."""
+    """Return whether a file is of a version of TRL before another one.
+
+    The file says its version, or has a key that later versions lack.
+    """
     content = config.table.content
     if config.version:
         return _numbers(config.version) < _numbers(version)
@@ -300,8 +304,8 @@ def _script(content: str, folder: Path | None = None) -> TheirConfig:
 
 
 def _commands(content: str, folder: Path | None) -> list[Command]:
-    """Return the commands of a script; of a text around some, which lies in no folder, those of the
-    lines that are any."""
+    """Return the commands of a script. folder: None for a docstring: there they are the lines that
+    can be read as bash."""
     if folder is not None:
         return Script(content, folder).commands
     commands = []
@@ -312,7 +316,7 @@ def _commands(content: str, folder: Path | None) -> list[Command]:
 
 
 def _from_module(words: list[str]) -> list[str]:
-    """Return the words of a command from the module on that it starts; all where it starts none."""
+    """Return the words of a command from the module that it starts on; all if it starts none."""
     rest = words
     while "-m" in rest[:-1] and not any(word.endswith(".py") for word in rest[: rest.index("-m")]):
         rest = rest[rest.index("-m") + 1 :]
@@ -322,13 +326,16 @@ def _from_module(words: list[str]) -> list[str]:
 
 
 def _launched(words: list[str], folder: Path | None) -> TheirConfig:
-    """Return what a command sets, with the options of what starts its program in a section, over
-    what the file sets that its `--config` names. folder: the script's."""
+    """Return what a command sets, over what the file sets that its `--config` names.
+
+    Options of the launcher, before the program, get the section `launch`. folder: the script's.
+    """
     programs = [at for at, word in enumerate(words, 1) if word.endswith(".py")]
-    program = programs[0] if programs else words.index("-m") if "-m" in words else 0
+    module = words.index("-m") if "-m" in words else 0
+    program = programs[0] if programs else module
     of_launcher = _given(words[:program])
     values = _given(words[program:])
-    if isinstance(values.get("scale_rewards"), bool):  # TRL's parser leaves the word as it is
+    if isinstance(values.get("scale_rewards"), bool):  # TRL's parser keeps the word
         values["scale_rewards"] = str(values["scale_rewards"])
     started = words[program - 1] if programs else ""
     is_own = bool(started) and not started.endswith(_SCRIPTS) and words[0] != "trl"
@@ -463,29 +470,29 @@ def _given(words: list[str]) -> dict[str, object]:
             words_of[name].append(word.strip(","))
     values: dict[str, object] = {}
     for name, items in words_of.items():
-        text = f"[{','.join(items)}]" if len(items) > 1 else "".join(items)
+        joined = f"[{','.join(items)}]" if len(items) > 1 else "".join(items)
         flag = not name.startswith("no_")
-        value = value_of(text) if items else flag
+        value = value_of(joined) if items else flag
         is_one = name in lists and len(items) == 1 and not isinstance(value, Unread | list)
         values[name.removeprefix("no_").replace("-", "_")] = [value] if is_one else value
     return values
 
 
-def value_of(text: str) -> object:
-    """Return a value of a command line."""
-    if "$" in text or "`" in text:
-        return Unread(text)
+def value_of(word: str) -> object:
+    """Return the value that a word of a command line stands for."""
+    if "$" in word or "`" in word:
+        return Unread(word)
     try:
-        return plain_yaml(f"value: {text}".encode())["value"]
+        return plain_yaml(f"value: {word}".encode())["value"]
     except (ValueError, KeyError):
-        return text
+        return word
 
 
 def _program(content: str, module: str, options: dict[str, object] | None = None) -> TheirConfig:
-    """Return the configuration of the calls of GRPOConfig and GRPOTrainer in a program, and of the
-    command in its docstring where it takes its arguments from there.
+    """Return the configuration of the calls of GRPOConfig and GRPOTrainer in a program.
 
-    options: those of the command that starts it; None where it is not known.
+    options: those of the command that starts it; None: no command is known, and a program that
+        parses options is read with the command in its docstring.
     """
     is_rloo = _is_rloo_program(content)
     if is_rloo:  # whose classes take the same arguments
@@ -535,7 +542,7 @@ def _program(content: str, module: str, options: dict[str, object] | None = None
     unplaced = [] if parses else [name for name in program.options if name not in program.placed]
     if unplaced:
         words = ", ".join(_as_option(name, program.options[name]) for name in unplaced)
-        program.assumed.append(f"{words} sets nothing of what is read of the program")
+        program.assumed.append(f"{words} sets nothing that is read of the program")
     if values.get("processing_class") == values.get("model"):
         values.pop("processing_class", None)
     made = values.get("train_dataset")

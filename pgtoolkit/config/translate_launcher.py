@@ -18,10 +18,10 @@ from pgtoolkit.system.report import is_number, refusal, text
 Values = dict[str, object]
 
 _OF_KIND = ("multi_gpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
-"""Options of accelerate that say a kind of several processes in place of the file's."""
+"""Options of accelerate that choose a kind of several processes, whatever its file says."""
 
 _OF_BOTH = ("gradient_accumulation_steps", "gradient_clipping")
-"""What accelerate's file says of DeepSpeed, or an option of accelerate in its place."""
+"""Settings of DeepSpeed that accelerate's file has, or an option of accelerate."""
 
 _COMPARED = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -33,7 +33,7 @@ _COMPARED = {
     "scheduler.params.warmup_max_lr": "learning_rate",
     "fp16.enabled": "fp16",
 }
-"""What transformers compares of a configuration of DeepSpeed -> with which key of TRL's."""
+"""A key of DeepSpeed's -> the key of TRL's that transformers compares it with."""
 
 _ADAMW = ("adam", "adamw")
 """Optimizers of DeepSpeed that are AdamW, in small letters: Adam is by default."""
@@ -42,8 +42,9 @@ _ADAMW = ("adam", "adamw")
 class LaunchFiles:
     """The files that a run's options name, read into its values.
 
-    values: by the names of TRL's table, those of what starts the processes with `launch.`; changed
-    in place. read: sentences on what was read. find: returns the file of a name, in a list.
+    values: by the names of TRL's table; options of the launcher begin with `launch.`. Changed in
+    place. read: sentences on files that were read. find: returns the file of a name, in a list.
+    mapping: returns the keys of a file.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class LaunchFiles:
             self.values.setdefault("launch.distributed_type", "DEEPSPEED")
 
     def _compare(self) -> None:
-        """Refuse what transformers refuses; keep what DeepSpeed has in the place of TRL's."""
+        """Refuse what transformers refuses; note DeepSpeed's own optimizer and schedule."""
         for part in ("optimizer", "scheduler"):
             kind = self._of_deepspeed.get(f"{part}.type")
             if kind is not None and not (part == "optimizer" and str(kind).lower() in _ADAMW):
@@ -185,20 +186,19 @@ class LaunchFiles:
             self._compare_one("train_batch_size", words, product)
 
     def _of(self, name: str) -> object:
-        """Return what TRL's key is: as it is set, else its default; Unread where unsloth's holds,
-        which is another."""
+        """Return the value of TRL's key, or its default; Unread where unsloth has its own."""
         by_unsloth = self._table.content["unsloth"]["own"]
         if name not in self.values and self.values.get("launch.unsloth") and name in by_unsloth:
             return Unread(name)
         return self.values.get(name, self._table.rows[name].default)
 
     def _compare_one(self, theirs: str, ours: str, value: object) -> None:
-        """Raise ValueError where DeepSpeed's number or switch is another one than TRL's."""
+        """Raise ConfigError where DeepSpeed's number or switch is another one than TRL's."""
         number = self._of_deepspeed.get(theirs)
         known = [number, value] if not isinstance(value, list) else [*value]
         if number in (None, "auto") or not all(is_number(each) for each in known):
-            same_kind = isinstance(number, bool) and isinstance(value, bool)
-            if not same_kind:
+            are_switches = isinstance(number, bool) and isinstance(value, bool)
+            if not are_switches:
                 return
         if number != value:
             raise ConfigError(

@@ -19,7 +19,6 @@ from pgtoolkit.system.report import text
 OF_TRY = " That it notes that the steps end in the warm-up is of the try alone."
 """What is said of two steps that end during warm-up."""
 
-
 _NO_FILE = re.compile(r"(\S+=\S+) needs an existing file.* There is nothing at that path").match
 """Matches a problem with a path at which nothing lies."""
 
@@ -29,9 +28,9 @@ def translate(path: Path, processes: int | None) -> str:
     train; None for as many as the file says."""
     theirs = read(path)
     if processes:
-        said = TheirValues(theirs).names.get("launched")
-        if said and said != processes:
-            theirs.assumed.append(f"--processes {processes} is meant, in place of its {said}")
+        launched = TheirValues(theirs).names.get("launched")
+        if launched and launched != processes:
+            theirs.assumed.append(f"--processes {processes} is meant, in place of its {launched}")
         theirs.values["launch.num_processes"] = processes
     translation = Translation(theirs)
     translation.check()
@@ -108,7 +107,7 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
 
 
 def _listed(names: list[str]) -> str:
-    """Return settings in a row; of many defaults beside what the file sets it says how many."""
+    """Return settings in a row; many defaults beside settings of the file are only counted."""
     of_file = [shown for shown in names if not shown.endswith("(their default)")]
     count = len(names) - len(of_file)
     if count < 5 or not of_file:

@@ -42,10 +42,11 @@ PUNISHMENT = "get_soft_overlong_punishment"
 _PUNISHMENTS = (f"trl.rewards.{PUNISHMENT}", f"trl.{PUNISHMENT}")
 
 _OF_FLAGS = {"store_true": False, "store_false": True}
-"""What a flag of a program's own is where it is not given."""
+"""The action of a flag of a program's own -> its value when a command leaves it out."""
 
 _READ_WHOLE = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "get_peft_model")
-"""What makes a run's settings, so that an argument that is not read may change what is learned."""
+"""Calls that make a run's settings: an argument of theirs that is not read may change what is
+learned."""
 
 _KEEPS_ROWS = ("shuffle", "remove_columns", "select_columns", "with_format")
 """Methods of a data set after which it has the same prompts, in whatever order."""
@@ -56,8 +57,8 @@ class Program:
 
     calls: the last name of the function that is called -> its calls. assumed: sentences on how it
     was read. unread: those on arguments that are not. options: the values of its command line,
-    where these are known. placed: those of them that something read takes. defaults: those of
-    further options that TRL's parser has.
+    where these are known. placed: the names of those that code which is read takes. defaults: the
+    values of further options that TRL's parser has.
     """
 
     def __init__(self, content: str, module: str):
@@ -196,8 +197,8 @@ class Program:
                 unread = ast.unparse(keyword.value)
                 code = ast.unparse(node.func)
                 is_read = self._imports.get(code, code).rpartition(".")[2] in _READ_WHOLE
-                said = self.unread if is_read else self.assumed
-                said.append(f"{code} gets nothing by **{unread}, known when it runs")
+                sentences = self.unread if is_read else self.assumed
+                sentences.append(f"{code} gets nothing by **{unread}, known when it runs")
         return arguments
 
     def value(self, node: ast.AST) -> object:
@@ -291,11 +292,11 @@ class Program:
         for name in dict.fromkeys([node.attr, *(name for _, names in defined for name in names)]):
             positive = name.removeprefix("no_")  # --no_kl is read as kl=False
             if name in self.options or self.options.get(positive) is False:
-                given = name if name in self.options else positive
-                self.placed.add(given)
+                option = name if name in self.options else positive
+                self.placed.add(option)
                 actions = [self._action(call) for call, _ in defined]
                 flags = [action for action in actions if action in _OF_FLAGS]
-                return not _OF_FLAGS[flags[0]] if flags else self.options[given]
+                return not _OF_FLAGS[flags[0]] if flags else self.options[option]
         if node.attr in self._fields and self.defaults:
             value = self._fields[node.attr]
             if isinstance(value, ast.Call):
@@ -429,7 +430,7 @@ class Program:
         return {f"vllm_sampling_params.{name}": self.value(arguments[name]) for name in arguments}
 
     def optimizer(self, node: ast.AST) -> Unread:
-        """Return the code of an optimizer, and of its schedule, with what names stand for."""
+        """Return the code of an optimizer, and of its schedule, its names replaced by code."""
         node = self._followed(node)
         made = [self._followed(item) for item in getattr(node, "elts", [node])]
         return Unread(", ".join(map(ast.unparse, made)))

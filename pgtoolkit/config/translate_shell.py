@@ -1,7 +1,7 @@
 """Reads the commands of a shell script, without running anything.
 
-It is started in the current folder, without arguments. What it does not say is left as written,
-with its `$`: the value of a variable that it does not set, or whose value is not plainly seen.
+The script is taken to start in the current folder, without arguments. A variable that it does not
+set, or whose value is not known, is left as written, with its `$`.
 """
 
 from __future__ import annotations
@@ -42,21 +42,31 @@ from pgtoolkit.config.shell_words import (
 _ENVIRONMENT = re.compile(
     r"conda|/activate\b|bashrc|/\.?(?:bash_)?profile\b|set_env\.sh|setvars\.sh"
 )
-"""Finds what sets up a terminal or an environment."""
+"""Finds files and commands that set up a terminal or an environment."""
 
-_READERS = ("read", "readarray", "mapfile", "getopts")
+_READERS = {
+    "read": ["REPLY"],
+    "readarray": ["MAPFILE"],
+    "mapfile": ["MAPFILE"],
+    "getopts": ["OPTARG", "OPTIND"],
+}
+"""Builtins that set the variables that they name -> those that they may set beside these."""
+
 _SETS = {"printf": "-v", "wait": "-p"}
-"""The option by which a builtin sets a variable."""
+"""A builtin -> its option that names a variable to set."""
 
 _DECLARATIONS = ("export", "declare", "typeset", "local", "readonly")
 _SUCCEEDS = ("cd", "pushd", "popd", "echo", "printf", "mkdir", "set", "shopt", "ulimit", "shift")
 _STEPS = 20_000
+"""Statements that are followed at most, those of loops and functions each time."""
+
 _CALLS = 20
+"""Functions and sourced files within each other that are followed at most."""
 
 
 @dataclass
 class Command:
-    """A command. words: as bash hands them over. assumed: sentences on how they were read."""
+    """A command. words: as bash gives them to it. assumed: sentences on how they were read."""
 
     words: list[str]
     assumed: list[str]
@@ -138,14 +148,14 @@ class Script(Words):
         return None
 
     def _apart(self, node: Statement) -> bool | None:
-        """Follow what runs in a shell of its own, whose variables end with it."""
+        """Follow a statement in a shell of its own: what it sets does not last."""
         before = self._now.copied()
         status = self._run(node)
         self._now = before
         return status
 
     def _either(self, ways: Iterable[Callable[[], object]]) -> None:
-        """Follow several ways, one of which is taken."""
+        """Follow several ways, of which bash takes one that is not known."""
         before = self._now
         states = []
         for way in ways:
@@ -155,7 +165,7 @@ class Script(Words):
         self._now = self._joined(states)
 
     def _joined(self, states: list[State]) -> State:
-        """Return what holds where one of these states does."""
+        """Return what is certain where one of these states holds."""
         alive = [state for state in states if not state.over]
         if len(alive) < 2:
             return alive[0] if alive else states[0]
@@ -171,8 +181,10 @@ class Script(Words):
                 )
                 self._reasons[name] = self._place
         for name in dict.fromkeys(name for state in alive for name in state.functions):
-            made = [may for state in alive for may in state.functions.get(name, [None])]
-            joined.functions[name] = [may for at, may in enumerate(made) if may not in made[:at]]
+            bodies = [body for state in alive for body in state.functions.get(name, [None])]
+            joined.functions[name] = [
+                body for at, body in enumerate(bodies) if body not in bodies[:at]
+            ]
         for name in dict.fromkeys(name for state in alive for name in state.hidden):
             if any(name not in state.hidden for state in alive):
                 joined.hidden[name] = f"${name}"
@@ -224,7 +236,7 @@ class Script(Words):
         return statuses[0] if len({*statuses}) == 1 else None
 
     def _case(self, node: Case) -> None:
-        """Follow the clauses of which one is taken."""
+        """Follow the clauses that may be taken."""
         word = self._text(node.word.pieces)
         possible: list[Callable[[], object]] = []
         for patterns, body in node.clauses:
@@ -245,14 +257,14 @@ class Script(Words):
             self._either(possible)
 
     def _loop(self, node: Loop) -> None:
-        """Follow the body of a loop until what it sets is what it begins with."""
+        """Follow the body of a loop until a further pass changes no variable."""
         first = len(self.commands)
         words = None if node.words is None else self._fields(node.words)
-        is_one = words is not None and len(words) == 1 and not re.search(r"[$`*?[]", words[0])
+        runs_once = words is not None and len(words) == 1 and not re.search(r"[$`*?[]", words[0])
         if words == []:
             return
         while True:
-            del self.commands[first:]
+            del self.commands[first:]  # this pass notes them anew: variables may differ
             before = self._now.copied()
             if node.sign in ("while", "until"):
                 holds = self._run(node.condition) if node.condition else None
@@ -260,7 +272,7 @@ class Script(Words):
                     return  # the body is not reached, or no longer
             elif node.name.startswith("(("):
                 self._forget(changed(node.name))
-            elif is_one and words:
+            elif runs_once and words:
                 self._assign(node.name, words[0])
             else:
                 self._forget([node.name])
@@ -268,12 +280,12 @@ class Script(Words):
             self._broken.append([])
             self._run(node.body)
             states = [self._now, *self._broken.pop()]
-            self._now = self._joined([*states, *([] if is_one else [skipped, before])])
-            if is_one or self._now.over or self._now == before:
+            self._now = self._joined([*states, *([] if runs_once else [skipped, before])])
+            if runs_once or self._now.over or self._now == before:
                 return
 
     def _call(self, bodies: list[Statement | None], words: list[str]) -> bool | None:
-        """Follow a function. bodies: what its name may be."""
+        """Follow a function. bodies: those that its name may have."""
         if len(self._left) > _CALLS:
             self._open("it calls itself")
             return None
@@ -337,7 +349,7 @@ class Script(Words):
             return True
         bodies = self._now.functions.get(fields[0]) if not is_plain else None
         if bodies is not None:
-            if before:  # which hold in the function alone
+            if before:  # they hold in the function alone
                 saved = {name: self._now.values.get(name) for name in _names(before)}
                 for word in node.words[:count]:
                     self._assignment(word)
@@ -351,7 +363,7 @@ class Script(Words):
         return self._command(fields, before)
 
     def _command(self, words: list[str], before: list[str]) -> bool | None:
-        """Note a command, and follow what a builtin changes. before: its own variables."""
+        """Note a command, or follow a builtin. before: the assignments before its name."""
         name = words[0]
         rest = words[1:]
         names = [word.partition("[")[0] for word in rest]
@@ -360,15 +372,13 @@ class Script(Words):
         if name in ("true", ":", "false"):
             return name != "false"
         if name in _READERS or _SETS.get(name) in rest:
-            also = {"getopts": ["OPTARG", "OPTIND"], "readarray": ["MAPFILE"]}
-            also |= {"read": ["REPLY"], "mapfile": ["MAPFILE"]}
-            self._forget([*names, *also.get(name, [])])
+            self._forget([*names, *_READERS.get(name, [])])
             if not is_seen and name != "printf":
                 self._open("its names are not known")
             if name == "getopts" and "@" not in self._now.values:
                 return False  # since there is no argument
         elif name == "let":
-            self._forget([name for word in rest for name in changed(word)])
+            self._forget([each for word in rest for each in changed(word)])
             if not is_seen:
                 self._open("its names are not known")
         elif name == "unset":
@@ -385,7 +395,7 @@ class Script(Words):
             if name == "return":
                 self._left[-1].append(self._now.copied())
             elif name != "exit":
-                for broken in self._broken[1:]:  # of how many loops is not looked at
+                for broken in self._broken[1:]:  # `break 2` leaves more loops than one
                     broken.append(self._now.copied())
             self._now.over = True
         elif name in ("shopt", "trap", "alias") and re.search(
@@ -400,7 +410,7 @@ class Script(Words):
         return True if name in _SUCCEEDS else None
 
     def _note(self, words: list[str]) -> None:
-        """Note a command and sentences on its words."""
+        """Note a command, and for each variable in it that is not known, since when."""
         text = " ".join(words)
         named = dict.fromkeys(re.findall(r"\$\{?[!#]?(\w+)", text))
         places: dict[str, list[str]] = {}
@@ -444,7 +454,7 @@ class Script(Words):
             self._now.values["@"] = words
 
     def _sourced(self, name: str, words: list[str]) -> bool | None:
-        """Follow the statements of another file, or of a text."""
+        """Follow the statements of a file, for `source`, or of a text, for `eval`."""
         if not words:
             return True
         text = " ".join(words)
@@ -518,14 +528,14 @@ class Script(Words):
                 if is_own:
                     self._now.hidden.setdefault(name, self._now.values.get(name))
                 if {*"iluA"} & {*options}:
-                    self._odd.add(name)
+                    self._with_attributes.add(name)
                 if setting:
                     self._assignment(word)
                 elif "=" in text:
                     self._assign(name, text.partition("=")[2])
                 elif is_own:
                     self._now.values[name] = []
-                elif name in self._odd:
+                elif name in self._with_attributes:
                     self._forget([name])
         return None if runs else True
 
@@ -547,11 +557,11 @@ class Script(Words):
             value = _sum(held, value)
         self._assign(name, value)
         if adds and elements is None and " $" in str(held) and not added[:1].isspace():
-            self._forget([name])  # it makes a word longer, of which is not known which
+            self._forget([name])  # the text may belong to the last word, which is not known
 
 
 def _sum(held: Value, added: Value) -> Value:
-    """Return what `+=` makes of a value: of an array with a text its first element is longer."""
+    """Return the value after `+=`; a text is added to the first element of an array."""
     if isinstance(added, list):
         return [*([held] if isinstance(held, str) else held), *added]
     if isinstance(held, str) or not held:

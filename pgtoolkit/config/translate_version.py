@@ -1,4 +1,4 @@
-"""What a file of an earlier version of TRL gets by the defaults that TRL has today."""
+"""Says which defaults were others in the version of TRL that a file is written for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def on_version(translation: Translation) -> str:
     changed = [then.shown(name) for name in earlier.values if name in others]
     changed = [shown for shown in changed if shown not in idle]
     if changed:
-        read += f" Of what it leaves open others held in that version: {', '.join(changed)}."
+        read += f" That version has other defaults: {', '.join(changed)}."
         typed = [word for word in then.overrides if word not in translation.overrides]
         dropped = [word for word in translation.overrides if word not in then.overrides]
         read += f" For these type {shlex.join(typed)}" if typed else ""
@@ -45,8 +45,7 @@ def on_version(translation: Translation) -> str:
 
 def _as_of_its_version(theirs: TheirConfig) -> TheirConfig:
     """Return a configuration with the defaults of its own version where it sets no value."""
-    given = dict(theirs.values)
-    own = TheirValues(theirs).own
+    of_unsloth = TheirValues(theirs).own
     changes: dict[str, object] = {}
     for version in theirs.table.content["versions"]:  # from the newest on
         if not is_older(theirs, version["before"]):
@@ -54,9 +53,10 @@ def _as_of_its_version(theirs: TheirConfig) -> TheirConfig:
         changes |= {
             name: of
             for name, of in version["keys"].items()
-            if name in theirs.table.rows and name not in {*given, *own}
+            if name in theirs.table.rows and name not in {*theirs.values, *of_unsloth}
         }
-        changes |= {name: of for name, of in version.get("meant", {}).items() if name in given}
+        meant = version.get("meant", {})
+        changes |= {name: of for name, of in meant.items() if name in theirs.values}
     values = TheirValues(theirs)
     for name, value in changes.items():
         formula = FORMULA.fullmatch(value) if isinstance(value, str) else None
@@ -65,6 +65,6 @@ def _as_of_its_version(theirs: TheirConfig) -> TheirConfig:
     changes = {
         name: value
         for name, value in changes.items()
-        if text(value) != text(given.get(name, rows[name].default))
+        if text(value) != text(theirs.values.get(name, rows[name].default))
     }
-    return TheirConfig(theirs.table, given | changes)
+    return TheirConfig(theirs.table, theirs.values | changes)

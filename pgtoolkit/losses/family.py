@@ -37,7 +37,7 @@ class Choice(StrEnum):
     """The values of a parameter that is one of several names."""
 
     def __repr__(self) -> str:
-        """Return the name as it is typed."""
+        """Return the name in quotes, as in a call."""
         return repr(self.value)
 
 
@@ -123,7 +123,7 @@ def check_parameters(declared: DataclassInstance) -> None:
 
 
 def numbers_of_bounds(name: str, values: Any) -> tuple[float, float] | None:
-    """Return the bounds of the ratio that code of the user's own names, an infinite one for a None.
+    """Return the bounds of the ratio that code of the user's own names; a None becomes infinite.
 
     name: of the function or the family. Raises ValueError for other values.
     """

@@ -327,9 +327,10 @@ class _Spread:
         return values
 
     def _unit(self, place: str, length: int) -> str:
-        """Return what so many numbers are of.
+        """Return the unit of a vector: "token", "document" or "group".
 
-        Where there are as many documents as tokens, or as groups, the length does not say it.
+        Where there are as many documents as tokens, or as groups, its length does not say it. A
+        trial with made-up tokens then does.
         """
         units = [unit for unit, size in self._sizes.items() if size == length]
         if len(units) == 1:

@@ -183,7 +183,7 @@ class MeasuredLayer:
     forward pass is made once more for the largest micro-batch so far. What it saves is counted and
     freed, before the memory is needed for the backward pass, which takes more.
 
-    size: what a token takes of such a micro-batch.
+    size: the bytes that autograd would keep for each token of that micro-batch.
     """
 
     size = BytesOfToken(0, 0, 0)

@@ -41,10 +41,13 @@ _COUNTERS = (
     *("num_updates", "updates_in_epoch", "num_skipped_steps"),
     *("documents_seen", "documents_trained"),
 )
-"""What a module has counted, which a checkpoint of the Trainer keeps."""
+"""Counters of a module that a checkpoint of the Trainer keeps."""
 
 KEPT = "pgtoolkit"
-"""The place in a checkpoint of the Trainer of what only a module here knows."""
+"""The key of a Trainer's checkpoint for the state that only a module here knows."""
+
+Checkpoint = dict[str, Any]
+"""A checkpoint of the Trainer, as Lightning hands it to a module."""
 
 WEIGHTS_ALONE = (
     "module.load_state_dict(torch.load(PATH, weights_only=False)['state_dict']), which begins "
@@ -85,7 +88,7 @@ class DynamicAccumulation(lightning.LightningModule):
     max_bad_steps: after this number of bad steps in a row NumericalError is raised. A step is bad
         if its loss or its gradient is not finite.
     num_updates: the updates made so far.
-    updates_in_epoch: those in the Trainer's present epoch, of which the frequency of a scheduler
+    updates_in_epoch: those in the Trainer's present epoch, by which the frequency of a scheduler
         counts.
     documents_seen: the documents of all steps so far, also of those without an update. Each counts
         once, however many passes train it.
@@ -229,11 +232,11 @@ class DynamicAccumulation(lightning.LightningModule):
         # values when a state is loaded.
         return cast("torch.optim.Optimizer", self.optimizers(use_pl_optimizer=False))
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Keep the counters in a checkpoint of the Trainer."""
         checkpoint[KEPT] = {name: getattr(self, name) for name in _COUNTERS}
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Go on counting, so that a schedule goes on, from where the Trainer's checkpoint was.
 
         Raises ConfigError for a checkpoint without the counters.
@@ -313,7 +316,7 @@ class DynamicAccumulation(lightning.LightningModule):
         self._check_schedulers()
 
     def _check_schedulers(self) -> None:
-        """Raise ValueError for a scheduler that cannot be stepped as it is meant."""
+        """Raise ValueError for a scheduler that this module cannot step."""
         check_schedulers(type(self).__name__, self.trainer.lr_scheduler_configs)
 
     def check_precision(self, precision: str) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.optimizer import StateDict
 
 from pgtoolkit.batch import MicroBatch, StepTotals
 from pgtoolkit.losses.exchange import Ranks, all_sum
@@ -82,7 +83,7 @@ class Critic:
         # Only these parts of the loss decide the weights of tokens.
         self._loss = Loss(loss.family, loss.aggregation, masks_truncated=loss.masks_truncated)
         self.num_updates = 0
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: StateDict | None = None
 
     @property
     def trains_alone(self) -> bool:
@@ -96,11 +97,11 @@ class Critic:
             self.optimizer.load_state_dict(self._loaded)
             self._loaded = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the state without the weights."""
         return {"num_updates": self.num_updates, "optimizer": self.optimizer.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Continue from a result of `state_dict`, before the optimizer is made."""
         self.num_updates = state["num_updates"]
         self._loaded = state["optimizer"]

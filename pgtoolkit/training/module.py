@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ from pgtoolkit.system.report import refusal
 from pgtoolkit.training.accumulation import (
     KEPT,
     WEIGHTS_ALONE,
+    Checkpoint,
     DynamicAccumulation,
     StepOutput,
 )
@@ -195,13 +196,13 @@ class PolicyGradientModule(DynamicAccumulation):
     def _step_schedulers(self, counts: dict[str, int]) -> None:
         pass  # `before_update` sets the rate, by the number of the update.
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep in a checkpoint of the Trainer what that does not know of."""
+    def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Keep the parts that the Trainer does not know in its checkpoint."""
         super().on_save_checkpoint(checkpoint)
         checkpoint[KEPT] |= {name: part() for name, part in self._kept_parts().items()}
 
     def _kept_parts(self) -> dict[str, Callable[[], object]]:
-        """Return what gives the state of each part that the Trainer does not know of, by name.
+        """Return a function for the state of each part that the Trainer does not know, by name.
 
         Weights are not in it, since the Trainer keeps those of a critic and of a reference, too.
         """
@@ -216,7 +217,7 @@ class PolicyGradientModule(DynamicAccumulation):
             parts["reference_is_due"] = lambda: self.reference_is_due
         return parts
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint of the Trainer; raises ConfigError where that lacks a part."""
         super().on_load_checkpoint(checkpoint)
         kept = checkpoint[KEPT]
@@ -647,7 +648,10 @@ class PolicyGradientModule(DynamicAccumulation):
 
 
 def _sets_the_rate(got: str, needs: str) -> str:
-    """Return the refusal of what would set the learning rate beside the settings."""
+    """Return the refusal of a second part that would set the learning rate.
+
+    got: that part. needs: what the module needs in its place.
+    """
     return refusal(
         setting="PolicyGradientModule",
         needs=needs,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.optimizer import StateDict
 
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.lora import trains_experts
@@ -202,7 +203,7 @@ class LearningRate(torch.optim.lr_scheduler.LRScheduler):
         """Return the number of the update whose rate is set; the settings are the module's."""
         return {"last_epoch": self.last_epoch}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         self.set(state_dict["last_epoch"])
 
     def set(self, num_updates: int) -> float:

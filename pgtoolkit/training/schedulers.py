@@ -45,7 +45,7 @@ def check_optimizers(
 
 
 def check_schedulers(module: str, configs: Sequence[LRSchedulerConfig]) -> None:
-    """Raise ValueError for schedulers that cannot be stepped as they are meant.
+    """Raise ValueError for schedulers that the module cannot step.
 
     Lightning reads `monitor` only for a module that it optimizes, and checks no interval here.
     """

@@ -2846,7 +2846,7 @@ def test_rloo_of_earlier_versions_is_refused_as_another_trainer(tmp_path):
         with pytest.raises(ConfigError, match="another trainer"):
             translated(tmp_path, "rloo.yaml", given)
     earlier = on_version(translated(tmp_path, "rloo.yaml", f"# trl==0.25.0\n{OF_RLOO}"))
-    assert "held in that version: max_completion_length=256." in earlier
+    assert "has other defaults: max_completion_length=256." in earlier
 
 
 @pytest.mark.parametrize(
