@@ -60,12 +60,17 @@ log = logging.getLogger("pgtoolkit")
 
 
 def build(
-    config: Config, resume: bool = False, layout: Layout = ONE_PROCESS, run_dir: Path | None = None
+    config: Config,
+    resume: bool = False,
+    layout: Layout = ONE_PROCESS,
+    run_dir: Path | None = None,
+    evaluates: bool = True,
 ) -> tuple[PolicyGradientModule, StepLoader]:
     """Return the module to train, and the loader of its steps from the start of the data.
 
     run_dir: where servers that the run starts write their logs, and where the index of recorded
         rollouts is kept; None: logs go to the current directory, and no index is kept.
+    evaluates: False makes no evaluator; training asks what it asks beside evaluations all the same.
     The caller has to close the loader's source when the run is over, whatever ends it.
     """
     begin(config.seed, config.trainer, samples_async(config))
@@ -107,7 +112,7 @@ def build(
             module.keeps_layers = KeepsByMemory(trained, config.accumulation.max_tokens, layout)
     longest_document = min(policy.max_positions, config.accumulation.max_tokens)
     source = source_of(config, task, module, longest_document, resume, run_dir, share_prompts)
-    if is_on(config):
+    if evaluates and is_on(config):
         training_task = task if isinstance(source, SampledRollouts) else None
         module.evaluator = evaluator_of(config, training_task, module, source, run_dir or Path())
     max_steps = config.trainer.max_steps

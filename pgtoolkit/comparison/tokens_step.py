@@ -91,7 +91,7 @@ def make_again(
     quieten()
     config_of_run = config
     config = _in_this_process(config)
-    module, loader = build(config)
+    module, loader = build(config, evaluates=False)
     has_groups = loader.source.has_groups
     watch = _Watch(number, checkpoint, config_of_run.sampler.name, temperatures)
     recorded = _recorded_documents(config_of_run.rollout, config_of_run.kl, config_of_run.advantage)
@@ -159,8 +159,7 @@ def _recorded_documents(
 
 
 def _in_this_process(config: Config) -> Config:
-    """Return the same experiment in one process that writes nothing, evaluates nothing and starts
-    no server."""
+    """Return the same experiment in one process that writes nothing and starts no server."""
     sizes = {
         "data_parallel": 1,
         "tensor_parallel": 1,
@@ -170,9 +169,7 @@ def _in_this_process(config: Config) -> Config:
     parallelism: ParallelismSettings = replace(
         config.parallelism, **sizes, shard=False, sequence_parallel=False
     )
-    config = replace(
-        config, parallelism=parallelism, evaluation=replace(config.evaluation, every=0)
-    )
+    config = replace(config, parallelism=parallelism)
     if isinstance(config.rollout, PolicyRolloutSettings):
         config = with_values(config, {"rollout.save_path": None})
         static_cache = getattr(config.sampler, "static_cache", None)

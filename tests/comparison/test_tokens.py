@@ -121,6 +121,15 @@ def test_steps_between_checkpoints_are_made_again_without_writing_a_file(
     assert_same_numbers(inspect(str(before), [], 6), shown)
 
 
+def test_steps_beside_an_evaluation_are_made_again_with_the_numbers_that_it_left_them(tmp_path):
+    """Half of the numbers of two digits are held out."""
+    held_out = ("task.num_digits=2", "evaluation.every=6", "evaluation.prompts_per_set=50")
+    folder = run(tmp_path / "run", *RUN, *held_out, "evaluation.completions_per_prompt=1")
+    shutil.rmtree(folder / "checkpoints")
+    again = inspect(str(folder), [], 5)
+    assert re.match(r"All \d+ recorded metrics of step 5 come out the same", again.facts[2])
+
+
 @pytest.mark.slow  # ranks are processes
 def test_one_process_samples_again_the_documents_of_two_ranks(tmp_path):
     folder = run_on_ranks(tmp_path / "run", [*SHORT, *RUN], data_parallel=2)
