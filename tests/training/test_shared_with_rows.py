@@ -1,6 +1,7 @@
 """Held-out prompts among those of recorded rows are counted by check and as a run begins, and
 refused by evaluate where they are all of a set."""
 
+import numpy as np
 import pytest
 from builders.refusals import refusal
 from builders.rollout_rows import recorded_config, write_jsonl, write_parquet
@@ -12,7 +13,7 @@ from pgtoolkit.cli import main
 from pgtoolkit.completion import Prompt
 from pgtoolkit.rollouts.estimator import Estimator
 from pgtoolkit.rollouts.recorded import RecordedRollouts
-from pgtoolkit.rollouts.recorded_prompts import num_among
+from pgtoolkit.rollouts.recorded_prompts import checksums_before_trained, num_among
 from pgtoolkit.tasks.chat_template import ChatTemplate
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.settings import TooLong
@@ -171,3 +172,10 @@ def test_each_trained_turn_of_a_conversation_answers_a_prompt(tmp_path, trained,
     for system in ("Be brief.", None):
         task = TokenizedTask(Asked(prompts), tokenizer, [0], ChatTemplate(tokenizer, system))
         assert num_among(rollouts.index.prompts.tolist(), task, len(prompts)) == expected
+
+
+def test_the_checksum_of_a_later_turn_is_that_of_all_tokens_before_it():
+    tokens = np.array([4, 5, 6, 7, 8, 9])
+    mask = np.array([False, False, True, False, False, True])
+    expected = [checksums_before_trained(tokens, np.arange(6) == end)[0] for end in (2, 5)]
+    assert checksums_before_trained(tokens, mask) == expected
