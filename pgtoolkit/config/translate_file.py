@@ -55,6 +55,11 @@ OF_RLOO = (
 _SCRIPTS = ("trl/scripts/grpo.py", "trl/scripts/rloo.py")
 """TRL's own programs."""
 
+_IGNORES_KEYS = re.compile(
+    r"fail_with_unknown_args\s*=\s*False|(?:return_remaining_strings|allow_extra_keys)\s*=\s*True"
+).search
+"""Matches what has a program ignore the keys of a YAML that it does not know, as TRL's own do."""
+
 _IS_RLOO = re.compile(r"(?:rloo\w*\.py|^trl rloo|-m trl\.scripts\.rloo)(?: |$)").search
 """Matches a command that starts TRL's RLOO, or a program with rloo in its name."""
 
@@ -71,6 +76,7 @@ class TheirConfig:
     assumed: sentences on how it was read. lost: settings that a script hands to no command.
     unread: sentences on settings that are not read. files: those that it names and that were read.
     version: of TRL; "" where no file names it. named_by: the file that does.
+    gpus: what CUDA_VISIBLE_DEVICES is for a command where it names several; else "".
     """
 
     table: Table
@@ -81,6 +87,7 @@ class TheirConfig:
     files: list[Path] = field(default_factory=list)
     version: str = ""
     named_by: str = ""
+    gpus: str = ""
 
 
 def read(path: Path) -> TheirConfig:
@@ -125,9 +132,10 @@ def _read(path: Path) -> TheirConfig:
 
 
 def _as_yaml(config: TheirConfig) -> TheirConfig:
-    """Note that TRL's parser reads a configuration from a YAML, and return it.
+    """Note that TRL's scripts read a configuration from a YAML, and return it.
 
-    There the parser ignores a key that it does not know.
+    There they ignore a key that they do not know. In a program of one's own TRL's parser refuses
+    it, so that such a job is of transformers 4.
     """
     config.values["launch.yaml"] = True
     return config
@@ -295,6 +303,7 @@ def _script(content: str, folder: Path | None = None) -> TheirConfig:
         ]
         configs[-1].assumed += dict.fromkeys(f"{word} sets nothing" for word in unknown)
         configs[-1].assumed += command.assumed
+        configs[-1].gpus = command.gpus
     if not configs:
         raise ValueError(f"a script that starts {[*others, 'neither of them with its keys'][0]}")
     if len(configs) > 1:
@@ -350,6 +359,8 @@ def _launched(words: list[str], folder: Path | None) -> TheirConfig:
         del values["config"]
         of_yaml = _mapping(file)
     has_ratio = "warmup_ratio" in of_yaml.keys() - values.keys()
+    is_trls = started.endswith(_SCRIPTS) or _from_module(words)[0].partition(".")[0] == "trl"
+    ignores = is_trls or any(_IGNORES_KEYS(_content(file)) for file in _found(started, folder))
     values = of_yaml | values
     assumed += [f"{file} is the file that --config names" for file in files]
     is_found = is_read and _found(started, folder)
@@ -368,7 +379,7 @@ def _launched(words: list[str], folder: Path | None) -> TheirConfig:
     config.assumed += assumed
     config.unread += unread
     config.files = [*files, *(_found(started, folder) if is_read else [])]
-    return _as_yaml(config) if has_ratio else config
+    return _as_yaml(config) if has_ratio and ignores else config
 
 
 def _found(name: object, folder: Path | None) -> list[Path]:

@@ -66,10 +66,14 @@ _CALLS = 20
 
 @dataclass
 class Command:
-    """A command. words: as bash gives them to it. assumed: sentences on how they were read."""
+    """A command. words: as bash gives them to it. assumed: sentences on how they were read.
+
+    gpus: what CUDA_VISIBLE_DEVICES is where it names several; else "".
+    """
 
     words: list[str]
     assumed: list[str]
+    gpus: str
 
 
 class Script(Words):
@@ -406,12 +410,15 @@ class Script(Words):
             if name in ("cd", "pushd", "popd"):
                 self._now.values.pop("PWD", None)  # no longer the current folder
                 self._now.folder = None  # $0 may be seen from the folder before
-            self._note([*before, *words])
+            self._note(words, before)
         return True if name in _SUCCEEDS else None
 
-    def _note(self, words: list[str]) -> None:
-        """Note a command, and for each variable in it that is not known, since when."""
-        text = " ".join(words)
+    def _note(self, words: list[str], before: list[str]) -> None:
+        """Note a command, and for each variable in it that is not known, since when.
+
+        before: its own variables.
+        """
+        text = " ".join([*before, *words])
         named = dict.fromkeys(re.findall(r"\$\{?[!#]?(\w+)", text))
         places: dict[str, list[str]] = {}
         for name in named:
@@ -423,7 +430,10 @@ class Script(Words):
             for place, names in places.items()
             if not opened or place not in opened[0]
         ]
-        self.commands.append(Command(words, [*self._assumed, *opened, *unknown]))
+        own = dict(setting.split("=", 1) for setting in before)
+        gpus = own.get("CUDA_VISIBLE_DEVICES", self._now.values.get("CUDA_VISIBLE_DEVICES"))
+        several = gpus if isinstance(gpus, str) and re.fullmatch(r"\d+(,\d+)+", gpus) else ""
+        self.commands.append(Command(words, [*self._assumed, *opened, *unknown], several))
 
     def _unset(self, words: list[str]) -> None:
         for word in words:

@@ -34,9 +34,10 @@ def translated(folder: Path, name: str, content: object):
 
 
 def found(translation: Translation, expected: dict[str, object]) -> dict[str, object]:
-    """Return what the command has of the expected keys, in the types that are expected; "left" and
-    "near" for keys of theirs that are listed, and None for those that are nowhere."""
+    """Return what the command has of the expected keys, in the types that are expected; "left",
+    "near" and "apart" for keys of theirs that are listed, and None for those that are nowhere."""
     result: dict[str, object] = {key: value for key, (value, _) in translation.typed.items()}
+    result |= dict.fromkeys((line.partition("=")[0] for line in translation.apart), "apart")
     result |= dict.fromkeys((line.partition("=")[0] for line in translation.differing), "near")
     result |= dict.fromkeys((re.split("[= ]", shown)[0] for shown, *_ in translation.left), "left")
     for key, value in expected.items():
@@ -284,10 +285,18 @@ TRL = [
         {"model.lora_rank": 8, "model.lora_targets": ["q_proj", "v_proj"], "lora_dropout": "left"},
     ),
     ({"lora_r": 8}, {"model.lora_rank": None}),
-    ({"mask_truncated_completions": True}, {"mask_truncated_completions": "near"}),
-    (
-        {"mask_truncated_completions": True, "loss_type": "grpo"},
-        {"rollout.truncated": "mask", "mask_truncated_completions": None},
+    *(
+        (
+            {"mask_truncated_completions": True, "loss_type": loss, "num_generations": 2}
+            | {"per_device_train_batch_size": size},
+            {"rollout.truncated": "mask", "mask_truncated_completions": remark},
+        )
+        for loss, size, remark in (
+            ("dapo", 2, "apart"),
+            ("bnpo", 2, "apart"),
+            ("bnpo", 1, None),
+            ("grpo", 2, None),
+        )
     ),
     ({"top_k": 50, "min_p": 0.1}, {"rollout.top_k": 50, "sampler.keep_top": 0, "min_p": "left"}),
     ({"top_k": 5, "top_p": 0.9}, {"rollout.top_k": 5, "rollout.top_p": 0.9, "sampler.keep_top": 0}),
@@ -2700,6 +2709,16 @@ GRPOTrainer("m", f, config)
         ("python own.py", {"optimizer.learning_rate": 1.0, "kl.coefficient": 0.3}, "a.lr=1, the"),
         ("CUDA_VISIBLE_DEVICES=0 python3.11 -u own.py", {"accumulation.docs_per_step": 8}, ""),
         ("accelerate launch own.py", {"accumulation.docs_per_step": 8}, "1 process trains"),
+        (
+            "CUDA_VISIBLE_DEVICES=4,5,6 accelerate launch own.py",
+            {"accumulation.docs_per_step": 8},
+            "1 process trains: --processes 3 says one for each GPU of CUDA_VISIBLE_DEVICES=4,5,6",
+        ),
+        (
+            "export CUDA_VISIBLE_DEVICES=0,7\nTOKENIZERS_PARALLELISM=false python own.py",
+            {"accumulation.docs_per_step": 8},
+            "1 process trains: --processes 2 says one for each GPU of CUDA_VISIBLE_DEVICES=0,7",
+        ),
         ("accelerate launch --num_processes 4 own.py", {"accumulation.docs_per_step": 32}, ""),
         ("torchrun --nproc-per-node 2 own.py --lr 9e-6", {"accumulation.docs_per_step": 16}, ""),
         (
@@ -2962,15 +2981,25 @@ def test_of_a_file_of_an_earlier_version_the_other_defaults_are_said_with_what_t
 
 
 def test_a_ratio_of_warm_up_that_a_yaml_has_is_ignored_by_transformers_5(tmp_path):
-    """Its TrainingArguments has no such field: TRL's parser drops what a YAML has for none, and
-    refuses it elsewhere, so that a command or a program was of transformers 4."""
+    """Its TrainingArguments has no such field: TRL's own scripts drop what a YAML has for none. Its
+    parser refuses it elsewhere, and in a program of one's own that does not say otherwise, so that
+    such a job was of transformers 4."""
     kept = {"optimizer.warmup_steps": 10, "warmup_ratio": "near"}
-    ignored = {"optimizer.warmup_steps": 0, "warmup_ratio": None}
+    ignored = {"optimizer.warmup_steps": 0, "warmup_ratio": "apart"}
     values = "warmup_ratio: 0.1\nmax_steps: 100\nnum_generations: 4\n"
     (tmp_path / "r.yaml").write_text(values)
+    own = "args, = TrlParser((GRPOConfig,)).parse_args_and_config(%s)\nGRPOTrainer('m', f, args)\n"
+    (tmp_path / "own.py").write_text(own % "")
+    (tmp_path / "lax.py").write_text(own % "fail_with_unknown_args=False")
     for name, content, expected in (
         ("file.yaml", values, ignored),
         ("run.sh", f"trl grpo --config {tmp_path}/r.yaml --beta 0.1", ignored),
+        ("gpu.sh", f"CUDA_VISIBLE_DEVICES=1 trl grpo --config {tmp_path}/r.yaml", ignored),
+        ("m.sh", f"python -m trl.scripts.grpo --config {tmp_path}/r.yaml --beta 0.1", ignored),
+        ("s.sh", f"accelerate launch trl/scripts/grpo.py --config {tmp_path}/r.yaml", ignored),
+        ("lax.sh", f"accelerate launch lax.py --config {tmp_path}/r.yaml", ignored),
+        ("own.sh", f"accelerate launch own.py --config {tmp_path}/r.yaml", kept),
+        ("away.sh", f"python -m my.grpo --config {tmp_path}/r.yaml --num_generations 4", kept),
         ("old.yaml", f"# trl==0.20.0\n{values}", kept),
         ("dated.yaml", f"{values}max_prompt_length: 9\n", kept),
         ("dump.json", f"{values}hub_token: <HUB_TOKEN>\n", kept),
@@ -2983,6 +3012,23 @@ def test_a_ratio_of_warm_up_that_a_yaml_has_is_ignored_by_transformers_5(tmp_pat
             line for line in translation.apart if line.startswith("warmup_ratio=0.1: transform")
         ]
         assert len(said) == (expected is ignored)
+
+
+@pytest.mark.parametrize(
+    ("mode", "aggregation", "is_said"),
+    [
+        ("gspo", "token-mean", True),
+        ("gspo", "seq-mean-token-mean", False),
+        ("vanilla", "token-mean", False),
+    ],
+)
+def test_of_gspo_it_is_said_what_verl_before_0_9_1_averages_over(
+    tmp_path, mode, aggregation, is_said
+):
+    values = {f"{ACTOR}.policy_loss.loss_mode": mode, f"{ACTOR}.loss_agg_mode": aggregation}
+    translation = translated(tmp_path, "file.json", values)
+    said = [line for line in translation.differing if "loss_mode=gspo: verl 0.9.0 and be" in line]
+    assert len(said) == is_said
 
 
 def test_what_is_said_stands_by_itself(tmp_path):
