@@ -181,14 +181,14 @@ def counterpart_command(run_dir: str | Path) -> str:
     parent, step = branched
     _, of_parent = read_config(parent)
     left_out = {"loss", "hydra.run.dir", "rollout.save_path", "tracking.run_name"}
-    own = [
+    further = [
         override
         for override in overrides
         if override not in of_parent
         and key_of(override) not in left_out
         and not key_of(override).startswith("loss.")
     ]
-    return _branch_at(parent, step, [loss, *own])
+    return _branch_at(parent, step, [loss, *further])
 
 
 def _branched_from(run_dir: str | Path) -> tuple[Path, int] | None:

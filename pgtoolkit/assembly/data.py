@@ -267,10 +267,10 @@ def _refusal(key: str, value: object, history: list[_Steps], now: Digests) -> st
         )
     same = [str(steps) for steps in earlier if not _difference(steps.files, now)]
     others = [str(steps) for steps in earlier if _difference(steps.files, now)]
-    told = [f"{' and '.join(same)} with those that are there now"] if same else []
-    told += [f"{' and '.join(others)} with others"] if others else []
+    steps_made = [f"{' and '.join(same)} with those that are there now"] if same else []
+    steps_made += [f"{' and '.join(others)} with others"] if others else []
     return (
         f"{key}={value} needs the contents that {newest} had (got {difference}). Since a change "
-        f"was accepted, the run has gone on with those; it made {', '.join(told)}. Restore those "
-        f"of {newest}, or use trainer.accept_changed_data=true."
+        f"was accepted, the run has gone on with those; it made {', '.join(steps_made)}. Restore "
+        f"those of {newest}, or use trainer.accept_changed_data=true."
     )

@@ -26,7 +26,7 @@ def description_of(run_dir: Path, equation: Sequence[str] = ()) -> Description:
     equation: the lines that define its loss, where they are known.
     """
     config, overrides = records.read_config(run_dir)
-    chosen = records.chosen_files(config, map(str, overrides))  # a damaged file may have numbers
+    chosen = records.chosen_files(config, overrides)
     status = records.read_status(run_dir)
     provenance = records.known_provenance(run_dir)
     settings = as_typed(dict(leaves(config)))

@@ -47,14 +47,14 @@ def read_resolved(run_dir: str | Path) -> dict:
     return with_later_groups(without_auto_compile(config, Path(run_dir)))
 
 
-def chosen_files(config: Mapping[str, object], overrides: Iterable[str]) -> dict[str, str]:
+def chosen_files(config: Mapping[str, object], overrides: Iterable[object]) -> dict[str, str]:
     """Return the overrides that chose a file whose name is in no key, such as experiment=dapo.
 
-    config: dotted keys with their values.
+    config: dotted keys with their values. overrides: texts; a damaged file may have other values.
     """
     groups = {name.partition(".")[0] for name in config}
     chosen = {}
-    for override in overrides:
+    for override in map(str, overrides):
         group, _, option = override.lstrip("+").partition("=")
         group = group.partition("@")[0]
         # Another name with a dot is a key of another version.
@@ -66,7 +66,7 @@ def chosen_files(config: Mapping[str, object], overrides: Iterable[str]) -> dict
 def read_chosen_files(run_dir: Path, config: Mapping[str, object]) -> dict[str, str]:
     """Return the `chosen_files` of a run; {} where its overrides.yaml cannot be read."""
     try:
-        return chosen_files(config, map(str, _read_yaml(run_dir / "overrides.yaml", list)))
+        return chosen_files(config, _read_yaml(run_dir / "overrides.yaml", list))
     except StorageError:
         return {}
 
