@@ -201,7 +201,7 @@ words_of() {
   esac
 }
 
-# Of each lane. A run takes 4 GB of the GPU, and 8 with a critic.
+# Of each lane, and of its test runs where TEST_JOBS is set. A run takes 4 GB of the GPU, and 8 with a critic.
 JOBS=${JOBS:-3}
 
 # Of an arm the tuning runs and the test runs: NAME KEY=VALUE,... TUNING_SEEDS TEST_SEEDS WORDS
@@ -211,7 +211,7 @@ tuned() {
   seeds_of_each=$(($(tr -cd , <<< "$tuning_seeds" | wc -c) + 1))
   echo "study/sweeps/pretrained_loss.yaml hydra.launcher.jobs_per_gpu=$JOBS $* seed=$tuning_seeds $values\
  hydra.sweep.dir=outputs/sweeps/pretrained_rates_$name"
-  echo "study/sweeps/pretrained_loss.yaml hydra.launcher.jobs_per_gpu=$JOBS $* seed=$seeds\
+  echo "study/sweeps/pretrained_loss.yaml hydra.launcher.jobs_per_gpu=${TEST_JOBS:-$JOBS} $* seed=$seeds\
  $key=best_of:outputs/sweeps/pretrained_rates_$name:$seeds_of_each hydra.sweep.dir=outputs/sweeps/pretrained_loss_$name"
 }
 
@@ -287,15 +287,16 @@ old_documents() {
 }
 
 # One pass are the runs of `loss` and `adapters`. All sample 60 batches, and are evaluated after as many documents. The
-# critic of ppo keeps the rate that it has there.
+# critic of ppo keeps the rate that it has there. Of two GPUs' runs the long ones with four passes are all under way at once.
 passes() {
-  local folder=$1 seconds=$2 seeds=$3 arm number words lanes=() runs
+  local folder=$1 seconds=$2 seeds=$3 arm number words lanes=() runs TEST_JOBS
   shift 3
   for arm in grpo cispo reinforce ppo; do
     for number in 2 4; do
       if [ ${#lanes[@]} != 0 ]; then lanes+=(--); fi
       words=$(words_of $arm)
       if [ $arm = ppo ]; then words+=" critic.learning_rate=1e-4"; fi
+      TEST_JOBS=$number
       mapfile -t runs < <(tuned passes_${number}_$arm $FAR_RATES 0,1 "$seeds" $words rollout.passes=$number \
         trainer.max_steps=$((240 * number)) trainer.checkpoint_every=$((240 * number)) evaluation.every=$((40 * number)) "$@")
       lanes+=("${runs[@]}")
