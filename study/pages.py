@@ -8,8 +8,8 @@ It unpacks all packed runs into a temporary folder and fills each of PAGES. Betw
 `<!-- runs -->` comes what was run, from the runs' own files; after `<!-- repeats SWEEP -->` the
 evaluations of its runs; after `<!-- curves SWEEP... -->` their means; after
 `<!-- warning SWEEP... -->` what the effective sample size said before they collapsed
-(warning.py); after `<!-- summary -->`, `<!-- brief -->`, `<!-- old -->` and `<!-- power -->` the
-planned contrasts (summary.py).
+(warning.py); after `<!-- summary -->`, `<!-- brief -->`, `<!-- old -->`, `<!-- passes -->` and
+`<!-- power -->` the planned contrasts (summary.py).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SWEEPS = (
     "study_anchor",
 )
 _PART = re.compile(
-    r"(?s)(<!-- (compare|runs|repeats|curves|warning|summary|brief|old|power)([^>]*) -->\n)"
+    r"(?s)(<!-- (compare|runs|repeats|curves|warning|summary|brief|old|passes|power)([^>]*) -->\n)"
     r".*?(<!-- end -->)"
 )
 _NOT_RUN = "Not run.\n\n"
@@ -102,12 +102,14 @@ def filled(page: Path, sweeps: Path, draw: bool = True) -> str:
 def _summarised(sweeps: Path, kind: str, draw: bool) -> str:
     """Return the table of all parts' differences.
 
-    kind: summary, brief, old for the arms on old documents, or power for the differences that could
-    have been seen.
+    kind: summary, brief, old for the arms on old documents, passes for several passes over a batch,
+    or power for the differences that could have been seen.
     """
     parts = {part.name: summary.contrasts(part, sweeps) for part in summary.PARTS}
     if kind == "old":
         return _table(summary.old_rows(sweeps))
+    if kind == "passes":
+        return _table(summary.passes_rows(sweeps))
     if kind == "power":
         return _table(summary.power_rows(parts))
     if kind == "brief":

@@ -13,7 +13,7 @@ import numpy as np
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.statistics import LEVEL, POWER, Comparison
 from pgtoolkit.comparison.text_report import planned, verdict
-from pgtoolkit.runs.find import find_runs
+from pgtoolkit.runs.find import Run, find_runs
 from study import check_predictions
 
 PREDICTIONS = Path(__file__).parent / "predictions"
@@ -244,15 +244,47 @@ def old_rows(sweeps: Path) -> list[list[str]]:
     return rows
 
 
+PASSES = {"grpo": "`grpo`", "cispo": "`cispo`", "reinforce": "`reinforce`", "ppo": "PPO"}
+"""The losses that were trained with several passes over a batch, by the ends of their sweeps."""
+
+
+def passes_rows(sweeps: Path) -> list[list[str]]:
+    """Return a row of each loss: its rates and final values with one and four passes over each
+    batch, their difference and verdict."""
+    rows = [
+        [
+            "passes over a batch",
+            "one: rate, pass@1",
+            "four: rate, pass@1",
+            "four less one",
+            "verdict (predicted)",
+        ]
+    ]
+    for loss, name in PASSES.items():
+        folders = (f"pretrained_loss_{loss}", f"pretrained_loss_passes_4_{loss}")
+        [contrast] = contrasts(Part("", "seeds", {"pretrained_passes": folders}), sweeps).values()
+        row = [name]
+        for folder, value in zip(folders, contrast.means, strict=True):
+            row.append(f"{_rate_of(find_runs([str(sweeps / folder)], set()))}, {value:.3f}")
+        low, high = contrast.pair.interval or (math.nan, math.nan)
+        row.append(f"{contrast.pair.difference:+.3f} [{low:+.3f}, {high:+.3f}]")
+        rows.append([*row, f"{contrast.verdict} ({contrast.predicted})"])
+    return rows
+
+
 def _of_runs(sweep: Path) -> tuple[str, str, str]:
     """Return the learning rate of a sweep's runs, and means of their metrics over all steps."""
     runs = find_runs([str(sweep)], {"effective_sample_size", "kl_new_old"})
-    [rate] = {run.config["optimizer.learning_rate"] for run in runs}
     means = [
         np.mean([np.mean(run.values(name)) for run in runs])
         for name in ("effective_sample_size", "kl_new_old")
     ]
-    return f"{rate:.0e}".replace("e-0", "e-"), f"{means[0]:.2f}", f"{means[1]:.3f}"
+    return _rate_of(runs), f"{means[0]:.2f}", f"{means[1]:.3f}"
+
+
+def _rate_of(runs: list[Run]) -> str:
+    [rate] = {float(str(run.config["optimizer.learning_rate"])) for run in runs}
+    return f"{rate:.0e}".replace("e-0", "e-")
 
 
 def power_rows(parts: dict[str, dict[str, Contrast]]) -> list[list[str]]:

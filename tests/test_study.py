@@ -132,16 +132,16 @@ def unpacked(tmp_path_factory):
     ("page", "parts"),
     [
         (pages.README, 1),
-        (pages.PAGE, 2),
+        (pages.PAGE, 3),
         (pages.FROM_SCRATCH, 19),
-        (pages.PRETRAINED, 29),
+        (pages.PRETRAINED, 34),
     ],
 )
 def test_the_pages_are_what_their_command_writes(unpacked, page, parts):
     content = page.read_text()
     assert pages.filled(page, unpacked, draw=False) == content
     kinds = re.findall(
-        "<!-- (compare|runs|repeats|curves|warning|summary|brief|old|power) ?", content
+        "<!-- (compare|runs|repeats|curves|warning|summary|brief|old|passes|power) ?", content
     )
     of_tests = content.count("<!-- which GRPO -->")  # tests/config/test_readme.py
     assert content.count("<!-- end -->") - of_tests == len(kinds) == parts
@@ -355,8 +355,9 @@ def test_the_worked_sums_are_right_and_only_what_follows_the_last_semicolon_coun
         (pages.PRETRAINED, "* **The control is found**: -0.248", "## P4", 22),
         (pages.PRETRAINED, "* **P4 is not answered**", "The effective sample size", 14),
         (pages.PRETRAINED, "**PPO is equal", "## S1", 3),
-        (pages.PRETRAINED, "* **The control is found.** Half", "## What was run", 7),
-        (pages.PAGE, "## What was found", "## What it could have seen", 11),
+        (pages.PRETRAINED, "* **The control is found.** Half", "## S2", 7),
+        (pages.PRETRAINED, "* **Four passes are no gain", "## What was run", 14),
+        (pages.PAGE, "## What was found", "## What it could have seen", 13),
     ],
 )
 def test_the_numbers_in_the_text_of_the_study_are_those_of_its_tables(page, start, end, numbers):

@@ -198,16 +198,27 @@ def selects(run: Run, metric: str) -> list[Difference]:
     ]
 
 
+def evaluated_alike(runs: Sequence[Run]) -> list[str]:
+    """Return the keys in which runs differ and are evaluated after the same documents all the same:
+    evaluation.every, where it is as many times as long as the runs have passes over a batch."""
+    intervals = {
+        int(str(run.config.get("evaluation.every") or 0))
+        / int(str(run.config.get("rollout.passes") or 1))
+        for run in runs
+    }
+    return ["evaluation.every"] if len(intervals) == 1 else []
+
+
 def differences(first: Run, second: Run, metric: str, ignore_code: bool) -> list[Difference]:
     """Return why a metric means something else in two runs; empty where it means the same."""
     reasons = {why.name: why for run in (first, second) for why in selects(run, metric)}
     of_first = measured_as(first, metric, ignore_code)
     of_second = measured_as(second, metric, ignore_code)
-    selecting = {name.partition("=")[0] for name in reasons}
+    passed = {name.partition("=")[0] for name in reasons} | {*evaluated_alike([first, second])}
     for name in dict.fromkeys((*of_first, *of_second)):
         values = [_or_default(of_run, name) for of_run in (of_first, of_second)]
         is_option_s = _option_differs(name, of_first, of_second)
-        if repr(values[0]) == repr(values[1]) or name in selecting or is_option_s:
+        if repr(values[0]) == repr(values[1]) or name in passed or is_option_s:
             continue
         why = _difference(name, first, second, metric, values[0])
         reasons.setdefault(why.name, why)

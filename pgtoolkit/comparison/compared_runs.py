@@ -9,15 +9,22 @@ import numpy as np
 
 from pgtoolkit.comparison.measures import DOCUMENTS, MEASURES, Goal, Reached, is_score
 from pgtoolkit.comparison.statistics import Comparisons, mean_and_std
+from pgtoolkit.config.defaults import Computed
 from pgtoolkit.config.keys import declared, key_named, shown
 from pgtoolkit.runs.find import Run
 from pgtoolkit.system.report import is_number, text
 
 
 def learned(run: Run, name: str) -> object:
-    """Return the value with which a run learned, of a key or a name in `run.trained_with`."""
+    """Return the value with which a run learned, of a key or a name in `run.trained_with`; of a key
+    that is younger than the run and added nothing by itself, the default."""
     if name not in run.trained_with:
-        return run.config.get(name)
+        if name in run.config:
+            return run.config[name]
+        key = key_named(name, run.config)
+        if key is None or not key.added or key.name != name or isinstance(key.default, Computed):
+            return None
+        return key.default
     key = key_named(name, run.config) if name in run.config else None
     last_counts = key is not None and declared(key.last_counts, run.config)
     return run.config[name] if last_counts else run.trained_with[name]

@@ -15,6 +15,7 @@ from pgtoolkit.comparison.bases import first_of_sweep, keep_best, keys_of, plann
 from pgtoolkit.comparison.common_measure import (
     alters,
     asked_differently,
+    evaluated_alike,
     measure_of,
 )
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup, learned
@@ -78,6 +79,9 @@ def compare(
     over_keys = over.split(",") if over else []
     readable = _named_by_files(readable, ignore_code)
     keys, following, common = _varying(readable, over_keys, ignore_code)
+    bases = [pair.partition("=")[0] for pair in (against or "").split(",")]
+    if any(shown(key) in bases for key in following):
+        keys, following, common = _varying(readable, [*over_keys, *bases], ignore_code)
     evaluated = dict.fromkeys(
         name for run in readable for name in run.config if name.startswith("evaluation.")
     )
@@ -398,9 +402,13 @@ def _measures_of(compared: Compared, blocks: Sequence[str]) -> list[str]:
 
     blocks: the --over keys, which are left out.
     """
-    metric = compared.metric
+    without = [
+        *blocks,
+        *evaluated_alike([run for group in compared.groups for run in group.counted]),
+    ]
     measured = [
-        measure_of(group.counted, metric, compared.ignore_code, blocks) for group in compared.groups
+        measure_of(group.counted, compared.metric, compared.ignore_code, without)
+        for group in compared.groups
     ]
     return [repr(place if text is None else text) for place, text in enumerate(measured)]
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pgtoolkit.comparison.common_measure import (
+    evaluated_alike,
     is_scored_by_own_code,
     measure_of,
     set_of,
@@ -100,9 +101,11 @@ def _num_pairs(groups: Groups, metric: str, ignore_code: bool) -> tuple[int, int
     A configuration has it if half of its runs do.
     """
     measured = []
+    alike = evaluated_alike([run for group in groups for run in group])
     for group in groups:
         having = [run for run in group if run.values(metric)]
         if 2 * len(having) >= len(group):
-            measured += dict.fromkeys(measure_of([run], metric, ignore_code) for run in having)
+            of_group = [measure_of([run], metric, ignore_code, alike) for run in having]
+            measured += dict.fromkeys(of_group)
     counts = Counter(text for text in measured if text is not None)
     return sum(count * (count - 1) // 2 for count in counts.values()), len(measured)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from pgtoolkit.comparison.common_measure import Difference, measure_of, nested, why_unlike
+from pgtoolkit.comparison.common_measure import (
+    Difference,
+    evaluated_alike,
+    measure_of,
+    nested,
+    why_unlike,
+)
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup
 from pgtoolkit.comparison.headline import in_order
 from pgtoolkit.comparison.statistics import Comparison
@@ -49,9 +55,10 @@ def without_verdict(compared: Compared, pairs: list[Comparison]) -> list[str]:
 def _common_metric(compared: Compared, first: RunGroup, second: RunGroup) -> str:
     """Return a metric that means the same in all runs of two groups; "" if they have none."""
     runs = [*first.counted, *second.counted]
+    without = [*compared.over, *evaluated_alike(runs)]
     for metric in in_order(runs):
         measured = [
-            measure_of(group.counted, metric, compared.ignore_code, compared.over)
+            measure_of(group.counted, metric, compared.ignore_code, without)
             for group in (first, second)
         ]
         is_common = measured[0] is not None and measured[0] == measured[1]

@@ -238,6 +238,33 @@ def test_no_verdict_from_held_out_numbers_of_other_evaluations(key, first, secon
     assert f"since {name} " in " ".join(render_comparison(compared).split())
 
 
+@pytest.mark.parametrize(
+    ("every", "passes", "word"),
+    [
+        (40, 4, "better"),
+        (20, 4, "no common measure"),
+        (10, 4, "better"),
+        (40, 1, "no common measure"),
+    ],
+)
+def test_runs_are_evaluated_alike_after_as_many_batches_whatever_their_passes(every, passes, word):
+    """The first are evaluated every 10 updates and train each batch once, which they are too old
+    to say."""
+    policy = {"rollout.name": "policy", "task.name": "sums"}
+    second = policy | {"evaluation.every": every, "rollout.passes": passes, "loss.name": "gspo"}
+    runs = two_arms(
+        policy | {"evaluation.every": 10, "loss.name": "grpo"}, second, **{PASS: (0.3, 0.4)}
+    )
+    compared = compare(runs, f"final:{PASS}", against="loss=grpo")
+    assert verdicts(compared) == [word]
+    if passes == 4:
+        by_passes = compare(runs, f"final:{PASS}", against="rollout.passes=1")
+        assert [group.values["rollout.passes"] for group in by_passes.groups] == [1, 4]
+        assert "differ in more than rollout.passes, in loss (gspo, not grpo)" in " ".join(
+            render_comparison(by_passes).split()
+        )
+
+
 def test_pairs_that_share_a_measure_keep_their_verdict_and_each_measure_has_a_base():
     runs = [
         run_of(seed + 10 * place, level, {"loss.name": loss, "rollout.temperature": temperature})
