@@ -387,7 +387,9 @@ def _compose_files(
     incomplete = refusals.incomplete(config)
     if incomplete:
         return None, problems or incomplete
-    return config, [*problems, *hydra_keys.set_by_files(config.hydra, without_files)]
+    if without_files is not None:
+        problems = [*problems, *hydra_keys.set_by_files(config.hydra, without_files)]
+    return config, problems
 
 
 def _hydra_choices(config: DictConfig, choices: list[str]) -> list[str]:

@@ -224,18 +224,18 @@ def key_of_single_run(overrides: Sequence[str]) -> list[str]:
     ]
 
 
-def set_by_files(hydra: DictConfig, without_files: DictConfig | None) -> list[str]:
+def set_by_files(hydra: DictConfig, without_files: DictConfig) -> list[str]:
     """Return the problems with the keys of the node `hydra` that the user's files set: code that
     they name, and keys that have no effect here.
 
-    without_files: the same node without the user's files; None if there are none.
+    without_files: the same node without the user's files.
     """
     problems = []
     known = dict(_leaves(without_files))
     for path, value in _leaves(hydra):
         setting = ".".join(("hydra", *path))
         is_computed = any(is_inside(setting, computed) for computed in _COMPUTED)
-        is_of_files = without_files is not None and not is_computed and known.get(path) != value
+        is_of_files = not is_computed and known.get(path) != value
         if path in (("launcher",), ("sweeper",)):
             problems.append(
                 refusal(

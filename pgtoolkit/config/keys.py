@@ -78,12 +78,22 @@ _KEYS_BY_NAME = {
 
 def keys_of(config: object) -> Iterator[Key]:
     """Return the keys of the options that a configuration, see `value_of`, has chosen."""
-    return _of_chosen_options(KEYS, config)
+    return _of_chosen_options(KEYS, _GROUPS_OF_OPTIONS, config)
 
 
-def _of_chosen_options(keys: Sequence[Key], config: object) -> Iterator[Key]:
-    """Return those keys whose option the configuration has chosen."""
-    groups = {key.group for key in keys if "/" in key.schema}
+def _groups_of_options(keys: Sequence[Key]) -> set[str]:
+    """Return the groups of those keys that not every option of their group has."""
+    return {key.group for key in keys if "/" in key.schema}
+
+
+_GROUPS_OF_OPTIONS = _groups_of_options(KEYS)
+
+
+def _of_chosen_options(
+    keys: Sequence[Key], groups: Collection[str], config: object
+) -> Iterator[Key]:
+    """Return those keys whose option the configuration has chosen. groups: see
+    `_groups_of_options`."""
     chosen = {
         f"{group}/{option_called(group, value_of(config, OPTION_KEYS[group]))}" for group in groups
     }
@@ -113,7 +123,8 @@ def key_named(name: str, config: object) -> Key | None:
     name = OPTION_KEYS.get(name, name)
     if name not in _KEYS_BY_NAME:
         name = next((key.name for key in KEYS if key.free and is_inside(name, key.name)), "")
-    return next(_of_chosen_options(_KEYS_BY_NAME.get(name, ()), config), None)
+    keys = _KEYS_BY_NAME.get(name, ())
+    return next(_of_chosen_options(keys, _groups_of_options(keys), config), None)
 
 
 def has_effect(name: str, config: object) -> bool:
@@ -349,8 +360,9 @@ def switched_off(
     typed: the keys, and the groups whose option was chosen. choices: see `default`.
     """
     values = {}
+    has = functools.cache(functools.partial(holds, config=config))  # several keys share one
     for key in keys_of(config):
-        if key.option or not key.only_if or holds(key.only_if, config):
+        if key.option or not key.only_if or has(key.only_if):
             continue
         if any(is_inside(name, key.name) for name in typed):
             continue
@@ -369,9 +381,10 @@ def ignored(c: Config, report: Report, group: str = "") -> None:
     """
     # The keys of a refused option need no refusal of their own.
     groups_refused: set[str] = set()
+    has = functools.cache(functools.partial(holds, config=c))  # several keys share a condition
     for key in keys_of(c):
         is_checked = group in ("", key.group) and key.group not in groups_refused
-        if not is_checked or not key.only_if or holds(key.only_if, c):
+        if not is_checked or not key.only_if or has(key.only_if):
             continue
         default_value = default_options()[key.group] if key.option else report.default_of(key.name)
         if value_of(c, key.name) in (default_value, None):

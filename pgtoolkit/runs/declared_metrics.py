@@ -6,7 +6,7 @@ these declarations.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 
 from pgtoolkit.runs.loss_metrics import OF_THE_CORRECTION, OF_THE_LOSS, OF_THE_SAMPLER
 from pgtoolkit.runs.metric import Metric, declared_as
@@ -102,6 +102,7 @@ METRICS = {metric.name: metric for metric in OF_STEPS}
 """The same by name."""
 
 
+@lru_cache(2**12)
 def metric_named(name: str) -> Metric | None:
     """Return the metric of a column of `pgtk compare`, such as evaluation/SET/pass@1; None for a
     name that no run writes."""

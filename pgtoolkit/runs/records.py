@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import math
@@ -330,11 +331,17 @@ def _read_yaml(path: Path, kind: type[_Kind]) -> _Kind:
         # Ten interpolations in each of ten lines would expand to gigabytes.
         if re.search(rb"\$\{.*\$\{", data):
             raise ValueError("a line has several ${...}, and a run writes values")
-        value = plain_yaml(data)
+        value = copy.deepcopy(_parsed(data))
         if not data.endswith(b"\n"):  # half of a file may still be valid YAML
             raise ValueError("its last line is torn")
         expect(value, kind)
         return value
+
+
+@functools.lru_cache(16)
+def _parsed(text: bytes) -> Any:
+    """Return what a YAML text says, parsed once: a run reads its own files several times."""
+    return plain_yaml(text)
 
 
 def expect(value: object, shape: Shape, name: str = "content") -> None:
