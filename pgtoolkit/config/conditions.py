@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pgtoolkit.system.report import text
@@ -61,10 +62,18 @@ def value_of(config: object, name: str) -> Any:
 
     config: an object, nested dictionaries, or a single dictionary by dotted keys.
     """
-    is_flat = isinstance(config, Mapping) and name in config
+    # Other mappings are nodes of OmegaConf, which takes long to say that it has no such key.
+    is_flat = isinstance(config, dict | MappingProxyType) and name in config
     for part in [name] if is_flat else name.split("."):
-        config = config.get(part) if isinstance(config, Mapping) else getattr(config, part, None)
+        is_mapping = _is_mapping(type(config))
+        config = config.get(part) if is_mapping else getattr(config, part, None)  # type: ignore[attr-defined]
     return config
+
+
+@functools.cache
+def _is_mapping(kind: type) -> bool:
+    """Return whether objects of a type have their values by `get`, asked once for each type."""
+    return issubclass(kind, Mapping)
 
 
 def with_values(config: Values, values: Mapping[str, object]) -> Values:
