@@ -148,7 +148,7 @@ def _pieces(made: MadeStep, loss: Loss) -> list[_Piece]:
     step = replace(made.step, micro_batches=[piece.micro_batch for piece in made.pieces])
     step = with_rewards(step, loss, Layout(), made.shape)
     step = with_signs(step, loss, Layout())
-    step = with_mean_factor(step, loss, Layout())
+    step = with_mean_factor(step, loss.correction, Layout())
     _check_documents(step.micro_batches[0], made, loss)
     log_probs = [piece.log_probs for piece in made.pieces]
     entropies = [piece.entropy for piece in made.pieces]

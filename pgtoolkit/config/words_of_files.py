@@ -282,7 +282,12 @@ PARAMETERS_OF_LOSSES = (
     ),
     Word("ref_log_probs", "f, the log-probs under the reference", type="(T,)"),
     Word("advantages", "A; a function without it takes `advantage=none`", type="(T,)"),
-    Word("rewards", "the document's reward as estimators get it", type="(T,)"),
+    Word(
+        "rewards",
+        "the document's reward as estimators get it; the function's metrics leave out documents "
+        "that no verifier could score",
+        type="(T,)",
+    ),
     Word(
         "group_rewards",
         "the mean reward of the document's group, `dr_grpo`'s baseline",
@@ -309,7 +314,7 @@ PARAMETERS_OF_LOSSES = (
     Word(
         "step",
         "`sum(x)`, `mean(x)`, `quantile(x, share)` over all trained tokens; `num_tokens`, "
-        "`num_documents`, `num_groups`",
+        "`num_documents`, `num_groups`, of what is seen (metrics of these names count all)",
     ),
 )
 """The parameters of a loss function of T trained tokens, D documents and G groups."""

@@ -12,7 +12,7 @@ from pgtoolkit.losses.centering import centering_of
 from pgtoolkit.losses.corrections import Correction, Factors
 from pgtoolkit.losses.documents import DocumentSums, whole_step_totals
 from pgtoolkit.losses.exchange import Ranks, all_sum
-from pgtoolkit.losses.family import over_scope, scope_mean
+from pgtoolkit.losses.family import Family, over_scope, scope_mean
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.kl import Penalties
 from pgtoolkit.losses.objective import Loss, Objective
@@ -148,6 +148,7 @@ def make_objective(
         sampling_log_probs=sampling_log_probs,
         sampling_log_ratio=sampling_log_ratio,
         factors=factors,
+        unscored=_unscored(tokens, family),
         known_before=_known_before(tokens, totals_given, loss, documents, penalties.weights),
         group_index=tokens.group_index if is_whole_step else None,
         coefficients_of_step=_as_dtype(tokens.coefficients, dtype),
@@ -199,7 +200,10 @@ def _known_mean(mean: float | Tensor | None) -> float | Tensor:
     if mean is None:
         raise ValueError(
             "correction.normalize='step' needs totals.mean_factor in a piece of a step: the mean "
-            "of the factors of the whole step"
+            "of the factors of the whole step. Use normalize='none', or in a module of "
+            "DynamicAccumulation, with `from pgtoolkit.training.whole_step import "
+            "with_mean_factor`, `def take_step(self, step): return super().take_step("
+            "with_mean_factor(step, self.correction, self.layout))`"
         )
     return mean
 
@@ -237,6 +241,13 @@ def _known_before(
         if group_rewards is not None:
             known["group_rewards"] = documents.broadcast(group_rewards.to(weights.dtype))
     return known
+
+
+def _unscored(tokens: Tokens, family: Family) -> Tensor | None:
+    """Return (documents,) bool, True for those without a reward that a function asks for; None
+    where it asks for none."""
+    asks = isinstance(family, FunctionFamily) and family.asked & {"rewards", "group_rewards"}
+    return ~torch.isfinite(tokens.rewards) if asks and tokens.rewards is not None else None
 
 
 def _are_first(index: Tensor, candidates: Tensor) -> Tensor:

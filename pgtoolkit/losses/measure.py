@@ -145,8 +145,20 @@ def _with_own(objective: Objective, sums: MetricSums, log_probs: Tensor) -> Metr
         terms = None
     if names:
         vectors = [log_probs if terms is None else terms.own_metrics[name] for name in names]
+        leaves_out = bool(family.asked & {"rewards", "group_rewards"})
+        if leaves_out:
+            unscored = torch.zeros_like(log_probs)
+            if objective.unscored is not None:
+                unscored = objective.documents.broadcast(objective.unscored.to(log_probs.dtype))
+            vectors = [torch.where(unscored > 0, 0.0, vector) for vector in vectors]
+            vectors.append(unscored)
         further = _sums(objective, vectors)
-        sums = replace(sums, sums=torch.cat([sums.sums, further]), own_metrics=names)
+        sums = replace(
+            sums,
+            sums=torch.cat([sums.sums, further]),
+            own_metrics=names,
+            leaves_out=leaves_out,
+        )
     return replace(sums, absent=() if has_bounds else CLIP_METRICS)
 
 

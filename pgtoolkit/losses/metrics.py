@@ -106,6 +106,8 @@ class MetricSums:
         so that no placeholder can win.
     more: the kinds that follow the level, the same in all pieces of a step.
     own_metrics: the names of the loss's own metrics, whose sums come last.
+    leaves_out: whether one more sum is the number of documents that have no reward, which those
+        metrics leave out.
     absent: metrics of the level that have no meaning under the loss.
     """
 
@@ -114,6 +116,7 @@ class MetricSums:
     maxima: Tensor
     more: tuple[str, ...] = ()
     own_metrics: tuple[str, ...] = ()
+    leaves_out: bool = False
     absent: tuple[str, ...] = ()
 
     def merge(self, other: MetricSums) -> MetricSums:
@@ -148,7 +151,12 @@ class MetricSums:
         maxima = iter(self.maxima)
         for name in (self.level, *self.more):
             metrics |= _KINDS[name].finalize(sums, maxima, totals.num_documents)
-        metrics |= {name: next(sums) / totals.num_documents for name in self.own_metrics}
+        of_own = [next(sums) for _ in self.own_metrics]
+        left_out = next(sums) if self.leaves_out else 0
+        metrics |= {
+            name: value / (totals.num_documents - left_out)
+            for name, value in zip(self.own_metrics, of_own, strict=True)
+        }
         metrics = {name: value for name, value in metrics.items() if name not in self.absent}
         if not with_old_log_probs:
             metrics = {

@@ -159,6 +159,7 @@ class Objective:
     factors: the factors of a correction that is not `of_policy`, for the metrics. They are in
         `weights` already.
     known_before: the vectors of `function.KNOWN_BEFORE` that the family asks for, by name.
+    unscored: (documents,) bool, True for those without a reward, where a function asks for rewards.
     group_index: (documents,) int64, where the objective is the whole step's and the family's level
         is the step.
     centering: the term of score centering, or None.
@@ -187,6 +188,7 @@ class Objective:
     sampling_log_ratio: Tensor | None = None
     factors: Factors | None = None
     known_before: dict[str, Tensor] = field(default_factory=dict)
+    unscored: Tensor | None = None
     group_index: Tensor | None = None
     coefficients_of_step: Tensor | None = None
     given_factors: Tensor | None = None

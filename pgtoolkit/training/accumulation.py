@@ -30,6 +30,7 @@ from pgtoolkit.training.schedulers import (
     check_callback,
     check_optimizers,
     check_schedulers,
+    schedulers_of_hand,
 )
 
 log = logging.getLogger("pgtoolkit")
@@ -45,6 +46,9 @@ _COUNTERS = (
 
 KEPT = "pgtoolkit"
 """The key of a Trainer's checkpoint for the state that only a module here knows."""
+
+_SCHEDULERS = "schedulers"
+"""The key of that state for the schedulers that a subclass steps by itself."""
 
 Checkpoint = dict[str, Any]
 """A checkpoint of the Trainer, as Lightning hands it to a module."""
@@ -79,7 +83,8 @@ class DynamicAccumulation(lightning.LightningModule):
     step has no trained token, or if its loss or its gradient is not finite.
     Schedulers from `configure_optimizers` are stepped here, by interval and frequency: of "step",
     after updates; of "epoch", after the last step of an epoch. A ReduceLROnPlateau is refused, and
-    the refusal says how to step it.
+    the refusal says how to step it; a scheduler that is an attribute of the module is kept in the
+    Trainer's checkpoints.
     Steps come with their totals, from `rollouts.step_loader.StepLoader`, which gathers documents
     until `docs_per_step`, or from a DataLoader that collates with `rollouts.steps.make_step`.
 
@@ -138,6 +143,7 @@ class DynamicAccumulation(lightning.LightningModule):
         self._bad_steps_in_a_row = 0
         self._steps_in_trainer = 0
         self._scheduler_steps = SchedulerSteps()
+        self._kept_schedulers: dict[str, dict[str, Any]] | None = None
 
     def micro_batch_loss(self, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
         """Return this micro-batch's share of the step's loss, as `pgtoolkit.policy_loss` does.
@@ -233,8 +239,14 @@ class DynamicAccumulation(lightning.LightningModule):
         return cast("torch.optim.Optimizer", self.optimizers(use_pl_optimizer=False))
 
     def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Keep the counters in a checkpoint of the Trainer."""
+        """Keep the counters in a checkpoint of the Trainer, and the state of the schedulers that a
+        subclass steps by itself, which the Trainer does not know."""
         checkpoint[KEPT] = {name: getattr(self, name) for name in _COUNTERS}
+        if self._trainer is not None:
+            of_hand = schedulers_of_hand(self)
+            checkpoint[KEPT][_SCHEDULERS] = {
+                name: scheduler.state_dict() for name, scheduler in of_hand.items()
+            }
 
     def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Go on counting, so that a schedule goes on, from where the Trainer's checkpoint was.
@@ -251,6 +263,27 @@ class DynamicAccumulation(lightning.LightningModule):
             )
         for name in _COUNTERS:
             setattr(self, name, kept[name])
+        self._kept_schedulers = kept.get(_SCHEDULERS, {})
+
+    def _restore_schedulers(self) -> None:
+        """Give the schedulers that a subclass steps by itself their state of a checkpoint that is
+        resumed. Raises ConfigError where it has other ones."""
+        states = self._kept_schedulers
+        self._kept_schedulers = None
+        if states is None:
+            return
+        of_hand = schedulers_of_hand(self)
+        if states.keys() != of_hand.keys():
+            here = ", ".join(f"self.{name}" for name in of_hand) or "none"
+            there = ", ".join(f"self.{name}" for name in states) or "none"
+            raise ConfigError(
+                f"ckpt_path needs the schedulers that {type(self).__name__} steps by itself, "
+                f"{here} (got a checkpoint with {there}). Their rates would begin anew. Make them "
+                f"in configure_optimizers under the names of the checkpoint, or use "
+                f"{WEIGHTS_ALONE}."
+            )
+        for name, scheduler in of_hand.items():
+            scheduler.load_state_dict(states[name])
 
     def configure_callbacks(self) -> list[lightning.Callback]:
         """Refuse a Trainer that is to clip or to accumulate, and callbacks that would do something
@@ -283,6 +316,7 @@ class DynamicAccumulation(lightning.LightningModule):
     def on_train_start(self) -> None:
         self._steps_in_trainer = 0
         self._scheduler_steps.begin()
+        self._restore_schedulers()
 
     def _report(self, metrics: dict[str, float]) -> None:
         """Give a step's metrics to the callbacks and loggers of a Trainer.

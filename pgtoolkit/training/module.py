@@ -23,6 +23,7 @@ from pgtoolkit.kernels.losses import (
 from pgtoolkit.losses.adaptive_kl import AdaptiveKL
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.function import FunctionFamily
+from pgtoolkit.losses.kl import REWARD_KINDS
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.trial import check_on_step, has_own_code
 from pgtoolkit.model import rowwise
@@ -88,9 +89,10 @@ class PolicyGradientModule(DynamicAccumulation):
     evaluator: measures the policy on held-out prompts; None: the run is not evaluated.
     critic: gives advantages of single tokens, see `add_critic`; None: the run has none.
     surprises: gives notes on steps; None: nobody does.
-    adaptive_kl: the coefficient of the penalty, where it follows a target. Where the penalty is a
-        part of the loss, each step's documents are counted as they are first trained, and the
-        coefficient moves after the last step of their batch; elsewhere who makes rewards moves it.
+    adaptive_kl: the coefficient of the penalty, in place of that of the loss, where it follows a
+        target. Where the penalty is a part of the loss, each step's documents are counted as they
+        are first trained, and the coefficient moves after the last step of their batch; elsewhere
+        who makes rewards moves it.
     shape: what happens to rewards before a loss that asks for them gets them.
     sampling: how completions are sampled, for the folder of a checkpoint.
     keeps_layers: decides on a GPU how much the layers keep of a forward pass; None: that is fixed.
@@ -244,6 +246,7 @@ class PolicyGradientModule(DynamicAccumulation):
 
     def take_step(self, step: Step) -> StepOutput:
         self._check_sampling_log_probs(step)
+        self.take_kl_coefficient()
         step = with_signs(step, self.loss, self.layout)
         updates_before = self.num_updates
         if self.keeps_layers is not None:
@@ -328,7 +331,7 @@ class PolicyGradientModule(DynamicAccumulation):
 
     def _update(self, step: Step) -> dict[str, float]:
         step = with_rewards(step, self.loss, self.layout, self.shape)
-        step = with_mean_factor(step, self.loss, self.layout)
+        step = with_mean_factor(step, self.loss.correction, self.layout)
         self._try_own_code(step)
         if self.critic is None or not self.critic.trains_alone:
             step = self._after_first_pass(step)
@@ -537,10 +540,22 @@ class PolicyGradientModule(DynamicAccumulation):
             self.take_kl_coefficient()
 
     def take_kl_coefficient(self) -> None:
-        """Give the loss the present coefficient of its penalty."""
-        if self.adaptive_kl is not None and self.loss.kl is not None:
-            kl = replace(self.loss.kl, coefficient=self.adaptive_kl.coefficient)
-            self.loss = replace(self.loss, kl=kl)
+        """Give the loss the present coefficient of its penalty, and have it measured."""
+        if self.adaptive_kl is None or self.loss.kl is None:
+            return
+        if self.loss.kl.kind not in REWARD_KINDS or self.loss.metrics == "none":
+            raise ConfigError(
+                refusal(
+                    setting="adaptive_kl",
+                    needs=f"a penalty of kind {' or '.join(REWARD_KINDS)}, and metrics",
+                    got=f"KL({self.loss.kl.kind!r}, ...) and metrics={self.loss.metrics!r}",
+                    reason="The target is compared with the mean of the penalty's term of single "
+                    "tokens, without a ratio, which is measured with the metrics.",
+                    use="Loss(..., kl=KL('k3', ...), metrics='basic')",
+                )
+            )
+        kl = replace(self.loss.kl, coefficient=self.adaptive_kl.coefficient)
+        self.loss = replace(self.loss, kl=kl, measures_penalty=True)
 
     def _note_due_reference(self) -> None:
         """Note that the reference is to move, if the last update is one of `reference_every`."""

@@ -87,6 +87,18 @@ def check_callback(module: lightning.LightningModule, callback: lightning.Callba
         )
 
 
+def schedulers_of_hand(
+    module: lightning.LightningModule,
+) -> dict[str, torch.optim.lr_scheduler.LRScheduler]:
+    """Return the schedulers among a module's attributes that its Trainer does not know, by name."""
+    known = {id(config.scheduler) for config in module.trainer.lr_scheduler_configs}
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, torch.optim.lr_scheduler.LRScheduler) and id(value) not in known
+    }
+
+
 class SchedulerSteps:
     """Steps the schedulers of a Trainer, at the places where Lightning would."""
 

@@ -32,6 +32,9 @@ from pgtoolkit.rollouts.advantages import Shape
 _Value = TypeVar("_Value")
 _UNCHANGED = Shape()
 
+_MOST_NAMES = 8
+"""Documents that a message names."""
+
 
 @dataclass(frozen=True)
 class FirstPass:
@@ -74,8 +77,8 @@ def with_rewards(step: Step, loss: Loss, layout: Layout, shape: Shape = _UNCHANG
     shape: makes rewards what estimators get.
 
     A group's is the mean over its attempts that have a score, the baseline of advantage=dr_grpo:
-    also of those that have weight 0 or no trained token. Where a document has no reward, though one
-    should have been made, the step has none.
+    also of those that have weight 0 or no trained token. The reward of the others is NaN. Where a
+    document has none, though one should have been made, the step has none.
     """
     family = loss.family
     if not isinstance(family, FunctionFamily) or not family.asked & {"rewards", "group_rewards"}:
@@ -84,7 +87,7 @@ def with_rewards(step: Step, loss: Loss, layout: Layout, shape: Shape = _UNCHANG
     for micro_batch in step.micro_batches:
         for place, group in zip(micro_batch.step_places, _groups(micro_batch), strict=True):
             document = step.documents[place]
-            reward = 0.0 if document.is_excluded else shape.reward_of(document)
+            reward = math.nan if document.is_excluded else shape.reward_of(document)
             here[place] = group, reward, not document.is_excluded
     everywhere = _of_all_ranks(here, layout)
     if any(reward is None for _, reward, _ in everywhere.values()):
@@ -150,13 +153,13 @@ def with_signs(step: Step, loss: Loss, layout: Layout) -> Step:
     return replace(step, totals=totals)
 
 
-def with_mean_factor(step: Step, loss: Loss, layout: Layout) -> Step:
-    """Return the step with the mean of its correction's factors in its totals, if they are divided
+def with_mean_factor(step: Step, correction: Correction | None, layout: Layout) -> Step:
+    """Return the step with the mean of the correction's factors in its totals, if they are divided
     by it.
 
-    It is made in float64 of the documents in their order, the same on every rank.
+    It is made in float64 of the documents in their order, the same on every rank. Raises DataError
+    for documents without the log-probs that the factors are made of.
     """
-    correction = loss.correction
     if correction is None or correction.normalize == "none":
         return step
     here = {}
@@ -179,8 +182,12 @@ def _of_factors(correction: Correction, micro_batch: MicroBatch) -> tuple[Tensor
     sampling = micro_batch.sampling_log_probs
     if not micro_batch.num_documents:
         return torch.zeros(0), torch.zeros(0)
-    assert old is not None  # A run with a correction computes them before its updates.
-    assert sampling is not None
+    if old is None or sampling is None:
+        raise DataError(
+            f"correction={correction.name} needs old_log_probs and sampling_log_probs of every "
+            f"document (got some without, of {', '.join(micro_batch.names[:_MOST_NAMES])}). Its "
+            "factors are made of both. Use documents with both, or correction=None."
+        )
     log_ratio = torch.where(mask, old.double() - sampling.double(), 0.0)
     documents = DocumentSums.of_tokens(
         micro_batch.document_index, mask, micro_batch.num_documents, None

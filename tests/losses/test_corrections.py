@@ -4,6 +4,7 @@ test_losses.py compares them with the reference.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -183,11 +184,14 @@ def test_factors_over_their_mean_do_not_depend_on_how_a_step_was_cut():
     for order, max_tokens in (([0, 1, 2, 3, 4, 5], 1000), ([3, 0, 5, 4, 1, 2], 20)):
         step = make_step([documents[place] for place in order], max_tokens)
         assert step.totals.mean_factor is None
-        totals = with_mean_factor(step, loss, ONE_PROCESS).totals
+        totals = with_mean_factor(step, loss.correction, ONE_PROCESS).totals
         assert totals.mean_factor == pytest.approx(float(rho.mean()), rel=1e-12)
     micro_batch = step.micro_batches[0]
     with pytest.raises(ValueError, match=r"needs totals\.mean_factor in a piece of a step"):
         make_objective(micro_batch, step.totals, loss, torch.float64, Ranks())
+    with_none = [replace(micro_batch, sampling_log_probs=None)]
+    with pytest.raises(DataError, match=r"correction=token_mask needs old_log_probs and sampling_"):
+        with_mean_factor(replace(step, micro_batches=with_none), loss.correction, ONE_PROCESS)
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)

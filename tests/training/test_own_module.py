@@ -23,6 +23,7 @@ from pgtoolkit.training.accumulation import DynamicAccumulation
 from pgtoolkit.training.fit import fit
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.module import PolicyGradientModule
+from pgtoolkit.training.whole_step import with_mean_factor
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -213,7 +214,7 @@ def test_stochastic_weight_averaging_sets_the_rates_of_its_epochs():
     assert module.rates == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_plateau_s_scheduler_is_refused_and_stepped_as_the_refusal_says():
+def test_a_plateau_s_scheduler_is_refused_and_stepped_and_kept_as_the_refusal_says(tmp_path):
     class WithPlateau(OwnModule):
         def on_train_epoch_end(self):
             self.plateau.step(self.trainer.callback_metrics["loss"])
@@ -237,7 +238,57 @@ def test_a_plateau_s_scheduler_is_refused_and_stepped_as_the_refusal_says():
 
     module.configured = kept
     trained(module)
-    assert module.rates == [rate for rate in (1.0, 1.0, 0.5) for _ in range(STEPS_OF_AN_EPOCH)]
+    rates = [rate for rate in (1.0, 1.0, 0.5) for _ in range(STEPS_OF_AN_EPOCH)]
+    assert module.rates == rates
+    # After the first epoch, of which it holds the loss, the next one is a plateau, as above.
+    path = str(tmp_path / "after-1.ckpt")
+    trained(module, max_epochs=1).save_checkpoint(path)
+    module.rates = []
+    trained(module, path=path)
+    assert module.rates == rates[STEPS_OF_AN_EPOCH:]
+    with pytest.raises(ConfigError, match=r"itself, none \(got a checkpoint with self\.plateau\)"):
+        trained(OwnModule(), path=path)
+    trained(OwnModule(), max_epochs=1).save_checkpoint(path)
+    with pytest.raises(ConfigError, match=r"self\.plateau \(got a checkpoint with none\)"):
+        trained(module, path=path)
+
+
+def test_a_correction_over_its_mean_takes_the_whole_step_as_its_refusal_says():
+    correction = pgtoolkit.corrections.TokenTruncate(high=1.1, normalize="step")
+
+    class Corrected(OwnModule):
+        def micro_batch_loss(self, micro_batch, totals):
+            return self.loss(
+                micro_batch,
+                totals=totals,
+                sampling_log_probs=micro_batch.sampling_log_probs,
+                correction=correction,
+            )
+
+    class Whole(Corrected):
+        def take_step(self, step):
+            return super().take_step(with_mean_factor(step, correction, self.layout))
+
+    batch = [
+        document_of(
+            2, advantages=1.0, old_log_probs=-1.6, sampling_log_probs=torch.full((1,), sampling)
+        )
+        for sampling in (-1.6, -1.65, -1.2)
+    ]
+    losses = []
+    for max_tokens in (4, 1000):
+        module = Whole()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        module.optimizers = lambda use_pl_optimizer=True, optimizer=optimizer: optimizer
+        module.manual_backward = lambda loss: loss.backward()
+        losses.append(module.training_step(make_step(batch, max_tokens), 0)["metrics"]["loss"])
+    # The mean of factors over their mean is 1, and so is each advantage.
+    ratio = math.exp(-math.log(5) + 1.6)
+    assert losses == pytest.approx([-ratio, -ratio], rel=1e-6)
+    module = Corrected()
+    module.optimizers = lambda use_pl_optimizer=True: optimizer
+    with pytest.raises(ValueError, match=r"`def take_step\(self, step\): return super\(\)\.take"):
+        module.take_step(make_step(batch, 4))
 
 
 def test_a_scheduler_that_the_module_steps_as_well_is_refused():

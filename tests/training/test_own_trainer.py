@@ -34,15 +34,11 @@ QUIET = {
 }
 
 
-def make_module(max_steps: int = 1, kl: KL | None = None, **options: Any) -> PolicyGradientModule:
+def make_module(
+    max_steps: int = 1, kl: KL | None = None, metrics: str = "basic", **options: Any
+) -> PolicyGradientModule:
     policy = build_policy(TinyModelSettings(), alphabet="0123456789=", on_gpu=False)
-    loss = Loss(
-        Grpo(),
-        aggregation_of("token_mean"),
-        metrics="basic",
-        kl=kl,
-        measures_penalty=kl is not None,
-    )
+    loss = Loss(Grpo(), aggregation_of("token_mean"), metrics=metrics, kl=kl)
     optimizer = OptimizerSettings(learning_rate=1e-3, warmup_steps=0, schedule=Schedule.linear)
     return PolicyGradientModule(
         policy, loss, Computation(check_finite=False), optimizer, max_steps=max_steps, **options
@@ -63,13 +59,14 @@ def make_module_with_all_parts(max_steps: int) -> PolicyGradientModule:
     return module
 
 
-def steps() -> torch.utils.data.DataLoader:
+def steps(ref_log_probs: torch.Tensor | None = None) -> torch.utils.data.DataLoader:
     documents = [
         Document(
             tokens=torch.tensor([1, 2, 3, 4]),
             loss_mask=torch.tensor([False, False, True, True]),
             advantages=torch.full((2,), advantage),
             old_log_probs=torch.full((2,), -2.0),
+            ref_log_probs=ref_log_probs,
             values=torch.zeros(2),
             returns=torch.full((2,), advantage),
             group=0,
@@ -186,6 +183,31 @@ def test_a_checkpoint_of_the_trainer_that_lacks_what_a_module_goes_on_with_is_re
         ConfigError, match=rf"\(got one without adaptive_kl, loss_scale\).* {remedy}"
     ):
         module.on_load_checkpoint(checkpoint)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adaptive_coefficient_of_python_is_that_of_the_loss_and_moves():
+    """The reference is far away: each batch of 2 documents moves it by 20 % of 2/10."""
+    measured = []
+    for coefficient, adaptive in ((5.0, AdaptiveKL(0.01, 10, 0.1)), (0.1, None)):
+        torch.manual_seed(0)
+        module = make_module(2, KL("k3", coefficient))
+        module.adaptive_kl = adaptive
+        seen = Seen()
+        trainer = lightning.Trainer(max_epochs=1, callbacks=[seen], logger=False, **QUIET)
+        trainer.fit(module, steps(ref_log_probs=torch.full((2,), -9.0)))
+        measured.append([metrics for _, metrics in seen.of_steps])
+    with_adaptive, fixed = measured
+    assert [each["kl_coefficient"] for each in with_adaptive] == pytest.approx([0.1, 0.104])
+    assert with_adaptive[0]["loss"] == fixed[0]["loss"]
+
+
+@pytest.mark.parametrize(("kind", "metrics"), [("full_reverse", "basic"), ("k3", "none")])
+def test_an_adaptive_coefficient_that_nothing_would_move_is_refused(kind, metrics):
+    module = make_module(kl=KL(kind, 0.1), metrics=metrics)
+    module.adaptive_kl = AdaptiveKL(0.01, 10, 0.1)
+    with pytest.raises(ConfigError, match=r"^adaptive_kl needs .*kl=KL\('k3', \.\.\.\), metrics="):
+        module.take_step(next(iter(steps())))
 
 
 @pytest.mark.filterwarnings("ignore")

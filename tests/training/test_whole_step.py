@@ -110,15 +110,8 @@ def by_loops(is_on_policy: bool) -> tuple:
         trained = [step[number].num_trained for number in range(first, first + 3)]
         share = sum(step[number].num_trained for number in members) / sum(trained)
         loss = loss + of_group * share / 3
-        mean_target += sum(targets) / len(step)
-        if first <= LEFT_OUT < first + 3:
-            # It is measured beside the others, with a reward of 0.
-            logits = net(step[LEFT_OUT].tokens).log_softmax(-1)
-            places = step[LEFT_OUT].loss_mask.nonzero()[:, 0]
-            old_of_it = logits[places - 1, step[LEFT_OUT].tokens[places]].sum().detach()
-            if not is_on_policy:
-                old_of_it = old_sum(step[LEFT_OUT])
-            mean_target += math.exp(float(old_of_it) - mean) / sum(powers) / len(step)
+        # The metric of rewards leaves out the document that nobody could score.
+        mean_target += sum(targets) / (len(step) - 1)
     gradients = torch.autograd.grad(loss, list(net.parameters()))
     return float(loss.detach()), list(gradients), mean_target
 
