@@ -428,6 +428,8 @@ def _refuse_ignored(c: Config, report: Report, key: Key, default_value: object) 
     if key.stands_for:
         use = f"{key.group}={value_of(c, key.name)}"
     name = shown(key.name)
+    if key.default is None and not key.option:
+        default_value = None  # an option's own default may be what the next rule refuses
     report.refuse(
         setting=f"{name}={text(value_of(c, key.name))}",
         needs=in_words(key.only_if if " or " in key.only_if else failing),

@@ -39,7 +39,8 @@ def misfits_of_function(
                 got=0,
                 reason="It depends on all documents of a step, and a fixed number of micro-batches "
                 "holds others from step to step.",
-                use="accumulation=dynamic",
+                use="accumulation=dynamic accumulation.docs_per_step=64 "
+                "accumulation.micro_batches_per_step=null",
             )
         )
     if "groups" in family.asked:

@@ -10,6 +10,7 @@ from builders.refusals import refusal
 
 from pgtoolkit.cli import main
 from pgtoolkit.config.compose import compose
+from pgtoolkit.config.validate import validated
 from pgtoolkit.launch.check import check
 
 MODULE = """
@@ -101,6 +102,35 @@ def test_the_override_that_a_refusal_suggests_is_accepted(capsys, typed, before,
     problem = problems(capsys, *before.split(), typed)
     assert re.search(r"Use (.*?)\.?$", problem, re.DOTALL)[1] == use
     assert problems(capsys, *before.split(), *shlex.split(use)) == "none"
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "accumulation=fixed accumulation.micro_batches_per_step=null",
+        "accumulation=fixed accumulation.docs_per_step=64 accumulation.micro_batches_per_step=4",
+        "accumulation=fixed accumulation.docs_per_step=8 aggregation=prompt_mean",
+        "accumulation=fixed accumulation.docs_per_step=0 aggregation=prompt_mean",
+        "accumulation=fixed accumulation.docs_per_step=0 loss=tpo aggregation=prompt_mean",
+        "accumulation.docs_per_step=0 accumulation.micro_batches_per_step=3 "
+        "entropy.top_fraction=0.2",
+        "accumulation.docs_per_step=0",
+    ],
+)
+def test_what_is_proposed_about_steps_of_micro_batches_is_accepted_one_after_the_other(typed):
+    """Each way that any message proposes is followed to its end, and none proposes what was
+    refused before."""
+    ways = [(typed.split(), ())]
+    while ways:
+        words, refused = ways.pop()
+        for problem in validated(compose(words))[1].problems:
+            ((_, use),) = re.findall(r"(\. |^)Use (.*)\.$", problem)
+            for way in use.split(" or "):
+                keys = {override.partition("=")[0] for override in way.split()}
+                others = [word for word in words if word.partition("=")[0] not in keys]
+                of_words = {word for word in words if word not in others}
+                assert not {*way.split()} & {*refused, *of_words}, (words, problem)
+                ways.append(([*others, *way.split()], (*refused, *of_words)))
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def _size_of_step(c: Config, report: Report) -> None:
             needs="accumulation.docs_per_step=0",
             got=docs,
             reason="A step then has that many documents.",
-            use="accumulation=dynamic or accumulation.docs_per_step=0",
+            use="accumulation=dynamic",
         )
 
 

@@ -121,6 +121,11 @@ BALANCED = (
     ),
 )
 
+_BY_DOCUMENTS = (
+    "accumulation=dynamic accumulation.docs_per_step=64 accumulation.micro_batches_per_step=null"
+)
+"""What to type for steps of documents, also where accumulation.docs_per_step=0 was typed."""
+
 _TOP_ENTROPY_OF_NOTHING = Rule(
     f"entropy.top_fraction!=null and advantage=none and loss!=kimi and {_READS_NO_REWARDS}",
     needs="entropy.top_fraction=null",
@@ -135,7 +140,7 @@ TOP_ENTROPY = (
         needs="accumulation.docs_per_step>0",
         because="The quantile is that of a step, and a fixed number of micro-batches holds other "
         "documents from step to step.",
-        use="accumulation=dynamic",
+        use=_BY_DOCUMENTS,
     ),
     _TOP_ENTROPY_OF_NOTHING,
 )
@@ -500,13 +505,13 @@ ACCUMULATION = (
         "accumulation.docs_per_step=0",
         needs="accumulation.micro_batches_per_step!=null",
         because="With docs_per_step=0 a step is a fixed number of micro-batches.",
-        use="accumulation=fixed",
+        use="accumulation.docs_per_step=64 or accumulation.micro_batches_per_step=2",
     ),
     Rule(
         "aggregation=prompt_mean or aggregation=balanced",
         needs="accumulation.docs_per_step>0",
         because="A prompt's mean needs all its completions in one step.",
-        use="accumulation=dynamic",
+        use=_BY_DOCUMENTS,
     ),
     Rule(
         "rollout.pass_order=shuffled",
@@ -576,7 +581,7 @@ SHARING = (
         "model.share_prompts=true",
         needs="accumulation.docs_per_step>0",
         because="More documents would fit the micro-batches of a step, which would be another.",
-        use="accumulation=dynamic or model.share_prompts=auto",
+        use=f"{_BY_DOCUMENTS} or model.share_prompts=auto",
     ),
     Rule(
         "model.share_prompts=true and rollout=recorded",
