@@ -90,8 +90,39 @@ def planned(compared: Compared, against: str) -> set[tuple[int, int]]:
     rests = [[repr(group.values[key]) for key in others] for group in compared.groups]
     after = range(len(bases), len(rests))
     if len(bases) == 1:
-        return {(0, j) for j in after}
-    return {(i, j) for i in range(len(bases)) for j in after if rests[i] == rests[j]}
+        pairs = {(0, j) for j in after}
+    else:
+        pairs = {(i, j) for i in range(len(bases)) for j in after if rests[i] == rests[j]}
+    _refuse_nothing_to_compare(compared, against, bases, pairs)
+    return pairs
+
+
+def _refuse_nothing_to_compare(
+    compared: Compared, against: str, bases: list[RunGroup], pairs: set[tuple[int, int]]
+) -> None:
+    """Raise ConfigError where no planned pair would be shown: its bases have no counted run, or
+    none of the others differs from one of them in the named keys alone."""
+    option = f"--against={against}" if against else "--against"
+
+    def named(group: RunGroup) -> str:
+        return ",".join(f"{key}={text(value)}" for key, value in group.values.items())
+
+    counted = [group for group in compared.groups if group.counted]
+    of_bases = "; ".join(map(named, bases))
+    if counted and not any(group.counted for group in bases):
+        paths = {run.path for group in bases for run in group.runs}
+        reasons = [reason for run, reason in compared.left_out if run.path in paths]
+        raise ConfigError(
+            f"{option} needs a base with a run that counts for {compared.metric} (got {of_bases}, "
+            f"of which a run {reasons[0] if reasons else 'is not finished'}). There would be "
+            f"nothing to compare with. Use --against={named(counted[0])}."
+        )
+    if not pairs and len(compared.groups) > len(bases):
+        raise ConfigError(
+            f"{option} needs configurations that differ from a base in no other key (got the bases "
+            f"{of_bases}, of which every other configuration differs in more). There would be "
+            f"nothing to compare. Use --against={named(bases[0])} for one base."
+        )
 
 
 def _has_typed(group: RunGroup, option: str) -> bool:

@@ -429,7 +429,8 @@ def _varying(
     """
     present = list(dict.fromkeys(name for run in runs for name in (*run.config, *run.trained_with)))
     present.remove("seed")  # the runs of a group differ in it
-    present.sort(key=lambda name: name not in runs[0].chosen)
+    chosen = {name for run in runs for name in run.chosen}
+    present.sort(key=lambda name: name not in chosen)
     if ignore_code:
         present = [name for name in present if not name.startswith(CODE)]
     names = [name for name in present if any(_changes_learning(name, run) for run in runs)]
@@ -462,18 +463,25 @@ def _named_by_files(runs: list[Run], ignore_code: bool) -> list[Run]:
     """Return the runs with the names of the files that the user chose in `trained_with`, such as
     dapo of experiment=dapo, where these may name configurations.
 
-    They do where every run has one, and no configuration has two.
+    They do where no configuration has two, and at most one has none: that is called none.
     """
     keys, _, _ = _varying(runs, (), ignore_code)
     configurations = [tuple(repr(learned(run, key)) for key in keys) for run in runs]
     naming = []
-    for group in runs[0].chosen:
-        options = [run.chosen.get(group) for run in runs]
+    for group in dict.fromkeys(group for run in runs for group in run.chosen):
+        options = [run.chosen.get(group, "none") for run in runs]
         pairs = {*zip(configurations, options, strict=True)}
-        if None not in options and len(pairs) == len({*configurations}):
+        without = {
+            of for of, run in zip(configurations, runs, strict=True) if group not in run.chosen
+        }
+        if len(without) <= 1 and len(pairs) == len({*configurations}):
             naming.append(group)
     return [
-        replace(run, trained_with=run.trained_with | {group: run.chosen[group] for group in naming})
+        replace(
+            run,
+            trained_with=run.trained_with
+            | {group: run.chosen.get(group, "none") for group in naming},
+        )
         for run in runs
     ]
 

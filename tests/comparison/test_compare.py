@@ -535,6 +535,13 @@ def test_configurations_have_the_names_of_the_experiments_that_were_swept(of_exp
     )
 
 
+def test_one_configuration_without_an_experiment_leaves_the_others_their_names(of_experiments):
+    for run in of_experiments.glob("*grpo*"):
+        choose(run, "seed=0")
+    compared = compare(find_runs([str(of_experiments)]), against="experiment=none")
+    assert [group.label for group in compared.groups] == ["none", "paper_b"]
+
+
 @pytest.mark.parametrize("override", ["seed=0", "experiment=another"])
 def test_a_configuration_without_a_name_or_with_two_has_the_names_of_its_keys(
     of_experiments, override

@@ -3,6 +3,7 @@ p values are those of scipy or worked out by hand."""
 
 import csv
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -187,6 +188,30 @@ def test_planned_pairs_are_with_the_base_that_differs_in_nothing_else():
     }
     assert compared.comparisons.num_adjusted == 4
     assert all(pair.difference > 0 for pair in compared.comparisons if not pair.exploratory)
+
+
+def test_a_base_with_nothing_to_compare_is_refused_with_one_that_has_something():
+    """The first base has another metric, and the others differ from both in two keys."""
+    runs = [
+        *runs_of_losses({"grpo": [0.5, 0.6]}, **{"rollout.lag": 0}),
+        *runs_of_losses({"gspo": [0.5, 0.7]}, **{"rollout.lag": 8}),
+    ]
+    for run in runs[:2]:
+        run.columns[PASS] = np.full(3, np.nan)
+    with pytest.raises(ConfigError, match=rf"a run that counts for {PASS}") as error:
+        compare(runs, f"final:{PASS}", against="loss=grpo")
+    assert f"(got loss=grpo, of which a run has no {PASS})" in str(error.value)
+    (use,) = re.findall(r"Use --against=(\S*)\.$", str(error.value))
+    assert compare(runs, f"final:{PASS}", against=use).groups[0].label == "gspo"
+    runs = [
+        *runs_of_losses({"grpo": [0.5, 0.6]}, **{"rollout.lag": 0}),
+        *runs_of_losses({"grpo": [0.5, 0.6]}, **{"rollout.lag": 4}),
+        *runs_of_losses({"gspo": [0.5, 0.7]}, **{"rollout.lag": 8}),
+    ]
+    with pytest.raises(ConfigError, match="There would be nothing to compare") as error:
+        compare(runs, f"final:{PASS}", against="loss=grpo")
+    (use,) = re.findall(r"Use --against=(\S*) for one base", str(error.value))
+    assert compare(runs, f"final:{PASS}", against=use).comparisons.primary == {(0, 1), (0, 2)}
 
 
 def test_the_base_is_the_first_of_the_sweep_s_values_where_none_is_typed(tmp_path):
