@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import pickle
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +29,7 @@ from pgtoolkit.config.rules.launcher import launcher, search
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.sweeps import compose_sweep
 from pgtoolkit.config.validate import validated
-from pgtoolkit.errors import PgtoolkitError, first_line
+from pgtoolkit.errors import PgtoolkitError, StorageError, first_line
 from pgtoolkit.launch.final_number import check_search, number_of, why_no_common_measure
 from pgtoolkit.launch.jobs_on_gpus import jobs_on_gpus
 from pgtoolkit.launch.seeds_to_find import lines_on_seeds
@@ -36,6 +38,7 @@ from pgtoolkit.launch.sweep_report import count_jobs
 from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings, RecordedRolloutSettings
 from pgtoolkit.runs.provenance import gpu_memory
+from pgtoolkit.runs.records import read_sweep
 from pgtoolkit.system.report import Report, key_of
 
 
@@ -76,6 +79,8 @@ def check_sweep(
         folder_problems = problems_of_folder("hydra.sweep.dir", config.folder)
         sweep.report.problems += folder_problems
         sweep.has_folder = not folder_problems
+    if sweep.has_folder and command:
+        sweep.report.notes += _note_other_folder(sweep)
     for number, job_overrides in enumerate(config.jobs):
         sweep.runs.append(check_job(sweep, job_overrides, number))
     _name_files_of_options(sweep)
@@ -87,6 +92,23 @@ def check_sweep(
             "pgtk without -m for a single run."
         )
     return sweep
+
+
+def _note_other_folder(sweep: Sweep) -> list[str]:
+    """Return a note where the same command has begun a sweep in a folder of another name, which
+    another version gave it."""
+    if sweep.folder.exists() or any(word.startswith("hydra.sweep.dir=") for word in sweep.command):
+        return []
+    for path in sorted(sweep.folder.parent.glob("*/sweep.json")):
+        with contextlib.suppress(StorageError):
+            if read_sweep(path.parent).get("command") == sweep.command:
+                return [
+                    f"{path.parent} has a sweep of the same command, under a name that another "
+                    f"version of pgtk or of your files gave it. This one begins anew in "
+                    f"{sweep.folder}. Use hydra.sweep.dir={shlex.quote(str(path.parent))} to go on "
+                    "there."
+                ]
+    return []
 
 
 def _name_files_of_options(sweep: Sweep) -> None:

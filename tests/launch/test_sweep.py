@@ -3,6 +3,7 @@ the checks before the first job starts."""
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -235,6 +236,29 @@ def test_a_job_of_a_sweep_in_which_another_key_varied_is_recognised(tmp_path):
         (True, "done"),
         (False, "pending"),
     ]
+
+
+def test_a_sweep_whose_folder_had_another_name_is_named_and_gone_on_with(tmp_path, monkeypatch):
+    """As where another version named an option with a dot otherwise."""
+    monkeypatch.chdir(tmp_path)
+    typed = ["seed=1,2", "trainer.max_steps=9"]
+    command = ["pgtk", "-m", *typed]
+    old = "outputs/sweeps/an old name"
+    jobs = check_sweep([*typed, f"hydra.sweep.dir={old}"]).jobs
+    first = next(iter(jobs.values()))
+    with RunDirectory(tmp_path / old / first.directory.replace("seed-1", "other")) as run:
+        run.write_config(plain_config(first.named_config), [])
+        run.set_status("done", 9)
+    sweep = {"name": "old", "command": command, "jobs": []}
+    (tmp_path / old / "sweep.json").write_text(json.dumps(sweep))
+    said = "has a sweep of the same command, under a name that another version of pgtk"
+    (note,) = [note for note in notes(check_sweep(typed, None, command)) if said in note]
+    assert note.startswith(old)
+    (used,) = re.findall(r"Use (.*) to go on there\.", note)
+    again = check_sweep([*typed, *shlex.split(used)], None, [*command, *shlex.split(used)])
+    assert [job.status for job in again.jobs.values()] == ["done", "pending"]
+    assert said not in "".join(notes(again))
+    assert said not in "".join(notes(check_sweep(typed, None, [*command, "seed=3"])))
 
 
 def test_equal_configurations_are_one_job():
