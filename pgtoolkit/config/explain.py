@@ -216,7 +216,9 @@ def _varied(word: str, known: Known) -> list[Page]:
     is_like_ours = nearest(word, [key.name for key in KEYS if key.group == group], 0.8)
     is_name = all(part.isidentifier() for part in leaf.split("."))
     if group in PARAMETERS and is_name and not is_like_ours:
-        return known[PARAMETERS[group]]
+        title = f"{word}: a parameter of code of your own, if that has one of this name"
+        here = {"": f"`pgtk explain MODULE.NAME`, of your {group}, says what it means"}
+        return [Page("row", title, here), *known[PARAMETERS[group]]]
     return []
 
 
@@ -287,11 +289,13 @@ def _own_code(words: str, _known: Known) -> list[Page]:
 
 
 def _parameters(code: Callable) -> Iterator[str]:
-    """Yield each parameter with its default, and its meaning where it is declared."""
+    """Yield each parameter with its default, and its meaning where it is declared, or in a line
+    `NAME: meaning` of the docstring."""
     parameters = _signature(code)
-    meanings = {}
+    meanings = {name: _meaning(code, name) for name in parameters}
     if is_dataclass(code):
-        meanings = {field.name: field.metadata.get("help") for field in fields(code)}
+        helps = {field.name: field.metadata.get("help") for field in fields(code)}
+        meanings |= {name: help for name, help in helps.items() if help}
     for name, parameter in parameters.items():
         has_default = parameter.default is not parameter.empty
         default = f"={text(parameter.default)}" if has_default else ""
@@ -313,10 +317,15 @@ def _own_metrics(code: Callable) -> Iterator[str]:
         _, names = measured_by(FunctionLoss(code))
     except Exception:  # raised by the user's code; a check of the loss reports it
         return
-    documented = inspect.getdoc(code) or ""
     for name in names:
-        meaning = re.search(rf"^\s*{re.escape(name)}: *(.+)$", documented, re.M)
-        yield f"{name} ({meaning[1]})" if meaning else name
+        meaning = _meaning(code, name)
+        yield f"{name} ({meaning})" if meaning else name
+
+
+def _meaning(code: Callable, name: str) -> str:
+    """Return what a line `NAME: meaning` of the code's docstring says; empty without one."""
+    meaning = re.search(rf"^\s*{re.escape(name)}: *(.+)$", inspect.getdoc(code) or "", re.M)
+    return meaning[1].rstrip(".") if meaning else ""
 
 
 def _signature(code: Callable) -> Mapping[str, inspect.Parameter]:

@@ -173,7 +173,10 @@ from pgtoolkit.families import Family
 
 @dataclass(frozen=True)
 class MyLoss(Family):
-    \"\"\"Squares the ratio.\"\"\"
+    \"\"\"Squares the ratio.
+
+    tau: how strong it is.
+    \"\"\"
 
     tau: float = 0.3
 
@@ -211,7 +214,12 @@ class Game:
     [
         (
             "MyLoss",
-            [": a class", "  Squares the ratio.", "  parameters: tau=0.3", "  use: loss={}"],
+            [
+                ": a class",
+                "  Squares the ratio.",
+                "  parameters: tau=0.3 (how strong it is)",
+                "  use: loss={}",
+            ],
         ),
         (
             "score",
@@ -256,6 +264,9 @@ def test_code_that_an_override_chooses_is_explained_with_its_key(tmp_path, monke
     assert titles[:2] == ["chosen_code.soft: a function", "loss: a group of options"]
     titles = [page.title for page in pages_on("task.verifier=chosen_code.score")]
     assert titles == ["chosen_code.score: a function", "task.verifier: a key of task=prompts"]
+    assert "`pgtk explain MODULE.NAME`, of your loss, says what it means" in explain(
+        "loss.softness"
+    )
 
 
 def test_code_that_is_not_there_is_refused_with_what_is(tmp_path, monkeypatch, capsys):
