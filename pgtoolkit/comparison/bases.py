@@ -80,7 +80,7 @@ def planned(compared: Compared, against: str) -> set[tuple[int, int]]:
             fitting = [group for group in bases if text(group.values[key]) == value]
         if not fitting and is_given and key in OPTION_KEYS:
             of_pair = [name for name in compared.keys if is_inside(name, key)]
-            fitting = [group for group in bases if of_pair and _has_typed(group, pair)]
+            fitting = [group for group in bases if of_pair and has_typed(group, pair)]
         _refuse_against(compared, against, bool(fitting))
         bases = fitting
         along += of_pair
@@ -125,7 +125,7 @@ def _refuse_nothing_to_compare(
         )
 
 
-def _has_typed(group: RunGroup, option: str) -> bool:
+def has_typed(group: RunGroup, option: str) -> bool:
     """Return whether GROUP=OPTION was typed for every run of the group."""
     return all(
         (Path(run.path) / "overrides.yaml").is_file() and option in read_config(run.path)[1]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from pgtoolkit.comparison import measures
-from pgtoolkit.comparison.bases import first_of_sweep, keep_best, keys_of, planned
+from pgtoolkit.comparison.bases import first_of_sweep, has_typed, keep_best, keys_of, planned
 from pgtoolkit.comparison.common_measure import (
     alters,
     asked_differently,
@@ -30,7 +30,7 @@ from pgtoolkit.comparison.notes import (
     notes_of_equal_numbers,
 )
 from pgtoolkit.comparison.statistics import Comparisons, Sample
-from pgtoolkit.config.keys import KEYS, changes_learning, key_named, shown
+from pgtoolkit.config.keys import KEYS, OPTION_KEYS, changes_learning, is_inside, key_named, shown
 from pgtoolkit.config.own_code import as_typed, with_defaults
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.rollouts.settings import POSITION
@@ -288,6 +288,23 @@ def _nearest_value(label: str, values: set[tuple[str, str]]) -> str:
     return f"{near}={name if value_of_label else 'NAME'}"
 
 
+def _value_of_file(label: str, groups: list[RunGroup]) -> tuple[str, str] | None:
+    """Return the (key, value in words) that GROUP=OPTION=NAME names, of an option that is a file of
+    the user's, as in loss=clip_0.1=NAME; None where runs with it differ in other keys, too."""
+    option = label.rpartition("=")[0]
+    group_of_keys = option.partition("=")[0]
+    if group_of_keys not in OPTION_KEYS:
+        return None
+    pairs = {
+        (key, text(value))
+        for group in groups
+        if has_typed(group, option)
+        for key, value in group.values.items()
+        if is_inside(key, group_of_keys)
+    }
+    return pairs.pop() if len(pairs) == 1 else None
+
+
 def _labels(labels: Sequence[str], groups: list[RunGroup]) -> dict[tuple[str, str], str]:
     """Return (key, value in words) -> name; raises ConfigError for a value that no run has."""
     values = {(key, text(value)) for group in groups for key, value in group.values.items()}
@@ -296,6 +313,10 @@ def _labels(labels: Sequence[str], groups: list[RunGroup]) -> dict[tuple[str, st
         # Both a value and a name may hold equals signs, so the values that runs have decide where
         # the value ends.
         matches = [(key, value) for key, value in values if label.startswith(f"{key}={value}=")]
+        of_file = None if matches else _value_of_file(label, groups)
+        if of_file is not None:
+            names[of_file] = label.rpartition("=")[2]
+            continue
         if not matches:
             listing = ", ".join(sorted(f"{key}={value}" for key, value in values))
             reason = f"It names a value of a key that tells the runs apart. These are {listing}."

@@ -112,6 +112,9 @@ def test_an_option_of_a_users_file_is_a_base_by_its_name_though_runs_differ_in_i
         for first, second in compared.comparisons.primary or ()
     }
     assert pairs == {("0.3, 1", "0.1, 1"), ("0.3, 2", "0.1, 2")}
+    labeled = compare(runs, f"final:{PASS}", labels=["loss=clip_0.3=wide"])
+    labels = {group.label for group in labeled.groups}
+    assert labels == {"wide, 1", "wide, 2", "0.1, 1", "0.1, 2"}
     with pytest.raises(ConfigError, match=r"^--against=loss=clip_0.2 needs .* --against=loss.low="):
         compare(runs, f"final:{PASS}", against="loss=clip_0.2")
 
