@@ -285,7 +285,7 @@ PARAMETERS_OF_LOSSES = (
     Word(
         "rewards",
         "the document's reward as estimators get it; the function's metrics leave out documents "
-        "that no verifier could score",
+        "without a score",
         type="(T,)",
     ),
     Word(
@@ -314,7 +314,7 @@ PARAMETERS_OF_LOSSES = (
     Word(
         "step",
         "`sum(x)`, `mean(x)`, `quantile(x, share)` over all trained tokens; `num_tokens`, "
-        "`num_documents`, `num_groups`, of what is seen (metrics of these names count all)",
+        "`num_documents`, `num_groups` of what is seen (those metrics count all)",
     ),
 )
 """The parameters of a loss function of T trained tokens, D documents and G groups."""
