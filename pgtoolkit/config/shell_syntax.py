@@ -6,12 +6,18 @@ import re
 from dataclasses import dataclass, field
 
 _BLANKS = re.compile(r"(?:[ \t]|\\\n|(?<![^\s;&|()])#[^\n]*)+")
-_REDIRECTION = re.compile(r"(?:\d+|\{\w+\})?(?:<<<|<<-?|<>|<&|<(?!\()|>>|>&|>\||>(?!\()|&>>?)")
-_FUNCTION = re.compile(r"([^\s;&|()<>$`'\"\\=]+)[ \t]*\([ \t]*\)")
-_LITERAL = re.compile(r"[^\s;&|()<>$`'\"\\{}]+")
-_IN_QUOTES = re.compile(r"[^$`\"\\]+")
-_VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|[\d#@*?!$-])")
+_REDIRECTION = re.compile(r"\d*(?:<<<|<<-?|<>|<&|<(?!\()|>>|>&|>\||>(?!\()|&>>?)")
+_FUNCTION = re.compile(
+    r"function[ \t]+([^\s;&|()<>]+)(?:[ \t]*\([ \t]*\))?|([^\s;&|()<>$`'\"\\=]+)[ \t]*\([ \t]*\)"
+)
+_LITERAL = re.compile(r"[^\s;&|()<>$`'\"\\{}]+|(?s:.)")
+_IN_QUOTES = re.compile(r"[^$`\"\\]+|(?s:.)")
+_VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|[\d#@*?!$-])?")
 _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=").fullmatch
+_ESCAPED = re.compile(r"(?s:`(?:\\.|[^\\`])*`|\$'(?:\\.|[^\\'])*')")
+_NOT_READ = ("select", "coproc", "then", "elif", "else", "fi", "do", "done", "esac", "}")
+"""Words of the grammar that no command begins with, or that are not read."""
+
 _END_OF_WORD = " \t\n;&|()<>"
 _END_OF_TEST = " \t\n"
 
@@ -35,99 +41,33 @@ class Word:
 
 
 @dataclass(frozen=True)
-class Statement:
-    """A statement. line: the number of the line where it begins. raw: its text."""
+class Node:
+    """A statement. line: the number of the line where it begins. raw: its text.
 
-    line: int
-    raw: str
-
-
-@dataclass(frozen=True)
-class Simple(Statement):
-    """Assignments, a command or a test in `[[ ]]`."""
-
-    words: list[Word]
-
-
-@dataclass(frozen=True)
-class Arithmetic(Statement):
-    """`(( expression ))`."""
-
-    expression: str
-
-
-@dataclass(frozen=True)
-class Sequence(Statement):
-    """Statements one after the other, and which of them run in the background."""
-
-    statements: list[Statement]
-    in_background: list[bool]
-
-
-@dataclass(frozen=True)
-class Chain(Statement):
-    """Statements with `&&` and `||` between them. signs: the one before each, "" for the first."""
-
-    statements: list[Statement]
-    signs: list[str]
-
-
-@dataclass(frozen=True)
-class Pipeline(Statement):
-    """Statements with `|` between them. negated: whether `!` stands before them."""
-
-    statements: list[Statement]
-    negated: bool
-
-
-@dataclass(frozen=True)
-class Subshell(Statement):
-    """`( statements )`."""
-
-    body: Sequence
-
-
-@dataclass(frozen=True)
-class Branches(Statement):
-    """`if`. branches: pairs of a condition, None for `else`, and its statements."""
-
-    branches: list[tuple[Sequence | None, Sequence]]
-
-
-@dataclass(frozen=True)
-class Loop(Statement):
-    """A loop. sign: `for`, `select`, `while` or `until`. name: the variable of `for`, or its
-    expression in `(( ))`. words: what the variable becomes; None for the script's arguments."""
+    sign, with what words and parts are:
+        "": a command, assignments or a test in `[[ ]]`: its words.
+        ";": parts, one after the other. "|": parts of a pipeline.
+        "&&", "||": two parts. "!": the part behind it.
+        "&", "(": the part that runs in a shell of its own.
+        "((": arithmetic.
+        "if": conditions, each before its statements; that of `else` is empty.
+        "for": the name and what it becomes; its statements. No word: it counts in `(( ))`.
+        "while", "until": the condition and its statements.
+        "case": the word; the clauses, which are of sign ")": patterns and statements.
+        "function": the name; its statements.
+    """
 
     sign: str
-    name: str
-    words: list[Word] | None
-    condition: Sequence | None
-    body: Sequence
+    line: int
+    raw: str
+    words: list[Word] = field(default_factory=list)
+    parts: list[Node] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Case(Statement):
-    """`case`. clauses: the patterns of each and its statements. falls: whether one goes on in the
-    next, by `;&` or `;;&`."""
-
-    word: Word
-    clauses: list[tuple[list[Word], Sequence]]
-    falls: bool
-
-
-@dataclass(frozen=True)
-class Function(Statement):
-    """The definition of a function."""
-
-    name: str
-    body: Statement
-
-
-def parsed(script: str) -> Sequence:
+def parsed(script: str) -> Node:
     """Return the statements of a script; raises ValueError with the line that is not read."""
     try:
-        return _Reader(script.replace("\r\n", "\n")).sequence(())
+        return _Reader(script.replace("\r\n", "\n")).block()[0]
     except RecursionError:
         raise ValueError("it is not read as bash: too many brackets are open") from None
 
@@ -135,26 +75,31 @@ def parsed(script: str) -> Sequence:
 def pieces_of(text: str, quoted: bool) -> list[Piece]:
     """Return the parts of a text within `${NAME:-text}`. quoted: the expansion is in quotes."""
     reader = _Reader(text)
-    if not quoted:
-        return reader.word("").pieces
-    pieces: list[Piece] = []
-    reader.read_quoted(pieces, "")
-    return pieces
+    return reader.in_quotes("") if quoted else reader.word("").pieces
 
 
-@dataclass
 class _Reader:
-    text: str
-    at: int = 0
-    _documents: list[tuple[str, bool]] = field(default_factory=list)
-    """The here-documents that begin behind this line: the line that ends each, and whether tabs
-    may stand before it."""
+    def __init__(self, text: str):
+        self.text = text
+        self.at = 0
+        self._documents: list[tuple[str, str]] = []
+        """The here-documents that begin behind this line: the redirection and the line that ends
+        each."""
 
     def _damage(self, lacks: str) -> ValueError:
-        return ValueError(f"line {self._line(self.at)} of it is not read as bash: {lacks}")
+        line = self.text.count("\n", 0, self.at) + 1
+        return ValueError(f"line {line} of it is not read as bash: {lacks}")
 
-    def _line(self, at: int) -> int:
-        return self.text.count("\n", 0, at) + 1
+    def _node(
+        self,
+        sign: str,
+        start: int,
+        words: list[Word] | None = None,
+        parts: list[Node] | None = None,
+    ) -> Node:
+        """Return a statement that reaches from `start` to here."""
+        line = self.text.count("\n", 0, start) + 1
+        return Node(sign, line, self.text[start : self.at].strip(), words or [], parts or [])
 
     def _starts(self, *signs: str) -> bool:
         return self.text.startswith(signs, self.at)
@@ -173,127 +118,110 @@ class _Reader:
     def _end_line(self) -> None:
         """Go behind a line end and the here-documents that follow it."""
         self.at += 1
-        for last, tabs in self._documents:
-            indented = r"\t*" if tabs else ""
-            end = re.compile(rf"^{indented}{re.escape(last)}$", re.M).search(self.text, self.at)
-            if end is None:  # bash then takes all the rest, with a warning
-                self.at = len(self.text)
-            else:
-                self.at = min(end.end() + 1, len(self.text))
+        for sign, last in self._documents:
+            tabs = r"\t*" if sign == "<<-" else ""
+            end = re.compile(rf"^{tabs}{re.escape(last)}$", re.M).search(self.text, self.at)
+            # Without its end bash takes all the rest, with a warning.
+            self.at = min(end.end() + 1, len(self.text)) if end else len(self.text)
         self._documents = []
 
-    def _is_next(self, word: str) -> bool:
-        """Return whether a word of the grammar, or a sign, stands here."""
-        end = self.at + len(word)
-        is_word = word[0].isalpha() or word in "{}!"
-        after = self.text[end : end + 1]
-        return self._starts(word) and not (is_word and after and after not in _END_OF_WORD)
+    def _is_next(self, *words: str) -> str:
+        """Return the word of the grammar, or the sign, of these that stands here; "" for none."""
+        for word in words:
+            after = self.text[self.at + len(word) : self.at + len(word) + 1]
+            is_word = word[0].isalpha() or word in ("{", "}", "!", "[[")
+            if self._starts(word) and not (is_word and after and after not in _END_OF_WORD):
+                return word
+        return ""
 
     def _take(self, *words: str) -> str:
         """Go behind one of the words of the grammar, which has to stand here, and return it."""
         self._skip(newlines=True)
-        for word in words:
-            if self._is_next(word):
-                self.at += len(word)
-                return word
-        raise self._damage(f"no {' or '.join(words)} follows")
+        word = self._is_next(*words)
+        if not word:
+            raise self._damage(f"no {' or '.join(words)} follows")
+        self.at += len(word)
+        return word
 
-    def sequence(self, ends: tuple[str, ...]) -> Sequence:
-        """Return the statements before one of the words in `ends`; all where that is empty."""
+    def block(self, *ends: str) -> tuple[Node, str]:
+        """Return the statements before one of the words in `ends`, and that word, behind which the
+        reader then is. Without any, all statements are read."""
         start = self.at
-        statements: list[Statement] = []
-        in_background: list[bool] = []
+        parts: list[Node] = []
         while True:
             self._skip(newlines=True)
-            if self.at >= len(self.text):
-                if ends:
-                    raise self._damage(f"no {' or '.join(ends)} follows")
-                break
-            if any(map(self._is_next, ends)):
-                break
-            statements.append(self._chain())
-            self._skip()
-            in_background.append(self._starts("&") and not self._starts("&&"))
-            if in_background[-1] or (self._starts(";") and not self._starts(";;", ";&")):
+            if self.at >= len(self.text) and ends:
+                raise self._damage(f"no {' or '.join(ends)} follows")
+            if self.at >= len(self.text) or self._is_next(*ends):
+                node = self._node(";", start, parts=parts)
+                return node, self._take(*ends) if ends else ""
+            begin = self.at
+            part = self._chain()
+            if self._starts("&"):
+                part = self._node("&", begin, parts=[part])
+                self.at += 1
+            elif self._starts(";") and not self._starts(";;", ";&"):
                 self.at += 1
             elif self.at < len(self.text) and not self._starts("\n", ")", ";"):
                 raise self._damage(f"{self.text[self.at]} is not expected")
-        raw = self.text[start : self.at]
-        return Sequence(self._line(start), raw, statements, in_background)
+            parts.append(part)
 
-    def _chain(self) -> Statement:
+    def _chain(self) -> Node:
         start = self.at
-        statements = [self._pipeline()]
-        signs = [""]
-        self._skip()
+        node = self._pipeline()
         while self._starts("&&", "||"):
-            signs.append(self.text[self.at : self.at + 2])
-            self.at += 2
+            sign = self._take("&&", "||")
             self._skip(newlines=True)
-            statements.append(self._pipeline())
-            self._skip()
-        raw = self.text[start : self.at]
-        return Chain(self._line(start), raw, statements, signs) if signs[1:] else statements[0]
+            node = self._node(sign, start, parts=[node, self._pipeline()])
+        return node
 
-    def _pipeline(self) -> Statement:
+    def _pipeline(self) -> Node:
         start = self.at
-        negated = False
-        while self._is_next("!") or self._is_next("time"):
-            negated ^= self._starts("!")
-            self.at += 1 if self._starts("!") else 4
+        if self._is_next("!"):
+            self._take("!")
             self._skip()
-        statements = [self._statement()]
+            part = self._pipeline()
+            return self._node("!", start, parts=[part])
+        parts = [self._statement()]
         self._skip()
         while self._starts("|") and not self._starts("||"):
-            self.at += 2 if self._starts("|&") else 1
+            self._take("|&", "|")
             self._skip(newlines=True)
-            statements.append(self._statement())
+            parts.append(self._statement())
             self._skip()
-        if not negated and len(statements) == 1:
-            return statements[0]
-        return Pipeline(self._line(start), self.text[start : self.at], statements, negated)
+        return self._node("|", start, parts=parts) if parts[1:] else parts[0]
 
-    def _statement(self) -> Statement:
+    def _statement(self) -> Node:
         start = self.at
-        line = self._line(start)
         function = _FUNCTION.match(self.text, self.at)
-        is_named = self._is_next("function")
-        if self._starts("((") and self._end_of_arithmetic(start + 2):
-            self.at = self._end_of_arithmetic(start + 2)
-            raw = self.text[start : self.at]
-            made: Statement = Arithmetic(line, raw, raw[2:-2])
-        elif self._starts("("):
+        sign = (
+            self._is_next("{", "if", "for", "while", "until", "case")
+            or self.text[start : start + 1]
+        )
+        end = self._end_of_arithmetic(start + 2) if self._starts("((") else 0
+        if end:
+            self.at = end
+            node = self._node("((", start)
+        elif sign in ("(", "{"):
             self.at += 1
-            body = self.sequence((")",))
-            self._take(")")
-            made = Subshell(line, self.text[start : self.at], body)
-        elif self._is_next("{"):
-            self.at += 1
-            made = self.sequence(("}",))
-            self._take("}")
-        elif self._is_next("if"):
-            made = self._branches()
-        elif any(map(self._is_next, ("for", "select", "while", "until"))):
-            made = self._loop()
-        elif self._is_next("case"):
-            made = self._case()
-        elif function or is_named:
-            if is_named:
-                self.at += len("function")
-                self._skip()
-                name = self.word().raw
-                self._skip()
-                brackets = re.compile(r"\(\s*\)").match(self.text, self.at)
-                self.at = brackets.end() if brackets else self.at
-            else:
-                name = function[1] if function else ""
-                self.at = function.end() if function else self.at
+            body, _ = self.block(")" if sign == "(" else "}")
+            node = self._node("(", start, parts=[body]) if sign == "(" else body
+        elif sign == "if":
+            node = self._branches()
+        elif sign in ("for", "while", "until"):
+            node = self._loop()
+        elif sign == "case":
+            node = self._case()
+        elif function:
+            name = function[1] or function[2]
+            self.at = function.end()
             self._skip(newlines=True)
-            made = Function(line, self.text[start : self.at], name, self._statement())
+            body = self._statement()
+            node = self._node("function", start, [Word(name, [])], [body])
         else:
             return self._simple()
         self._redirections()
-        return made
+        return node
 
     def _redirections(self) -> bool:
         """Go behind redirections; return whether there was one."""
@@ -306,22 +234,24 @@ class _Reader:
         word = self.word()
         if not word.raw:
             raise self._damage("a redirection leads nowhere")
-        if redirection[0].lstrip("0123456789") in ("<<", "<<-"):
-            last = "".join(piece.text for piece in word.pieces)
-            self._documents.append((last, redirection[0].endswith("-")))
+        sign = redirection[0].lstrip("0123456789")
+        if sign in ("<<", "<<-"):
+            self._documents.append((sign, "".join(piece.text for piece in word.pieces)))
         self._redirections()
         return True
 
-    def _simple(self) -> Statement:
+    def _simple(self) -> Node:
         start = self.at
         words: list[Word] = []
         redirected = False
-        is_test = self._is_next("[[") and self.text[self.at + 2 : self.at + 3].isspace()
+        reserved = self._is_next(*_NOT_READ)
+        if reserved:
+            raise self._damage(f"{reserved} is not expected")
+        is_test = bool(self._is_next("[["))
         while True:
             redirected |= not is_test and self._redirections()
             self._skip(newlines=is_test)
-            if is_test and self._starts("]]"):
-                is_test = False
+            is_test &= not self._starts("]]")
             word = self.word(_END_OF_TEST if is_test else _END_OF_WORD)
             if not word.raw:
                 break
@@ -329,52 +259,44 @@ class _Reader:
         if is_test or not (words or redirected):
             sign = self.text[self.at : self.at + 1]
             raise self._damage(f"{sign} is not expected" if sign.strip() else "it ends too early")
-        return Simple(self._line(start), self.text[start : self.at].strip(), words)
+        return self._node("", start, words)
 
-    def _branches(self) -> Statement:
+    def _branches(self) -> Node:
         start = self.at
-        branches: list[tuple[Sequence | None, Sequence]] = []
+        parts: list[Node] = []
         word = self._take("if")
-        while word in ("if", "elif"):
-            condition = self.sequence(("then",))
-            self._take("then")
-            branches.append((condition, self.sequence(("elif", "else", "fi"))))
-            word = self._take("elif", "else", "fi")
-        if word == "else":
-            branches.append((None, self.sequence(("fi",))))
-            self._take("fi")
-        return Branches(self._line(start), self.text[start : self.at], branches)
+        while word != "fi":
+            is_last = word == "else"
+            parts.append(self._node(";", self.at) if is_last else self.block("then")[0])
+            body, word = self.block("fi") if is_last else self.block("elif", "else", "fi")
+            parts.append(body)
+        return self._node("if", start, parts=parts)
 
-    def _loop(self) -> Statement:
+    def _loop(self) -> Node:
         start = self.at
-        sign = self._take("for", "select", "while", "until")
-        name = ""
-        words: list[Word] | None = None
-        condition = None
+        sign = self._take("for", "while", "until")
+        words: list[Word] = []
+        parts: list[Node] = []
         self._skip()
-        if sign in ("while", "until"):
-            condition = self.sequence(("do",))
+        if sign != "for":
+            parts.append(self.block("do")[0])
         elif self._starts("(("):
-            begin = self.at
-            self.at = self._end_of_arithmetic(begin + 2)
-            name = self.text[begin : self.at or begin]
-            if not self.at:
-                self.at = begin
+            end = self._end_of_arithmetic(self.at + 2)
+            if not end:
                 raise self._damage("no )) follows")
+            self.at = end
         else:
-            name = self.word().raw
+            words = [self.word(), Word('"$@"', [Piece("$@", quoted=True, expands=True)])]
             self._skip(newlines=True)
             if self._is_next("in"):
-                self.at += 2
-                words = self._words()
-        self._skip(newlines=True)
-        if self._starts(";"):
-            self.at += 1
-        first = self._take("do", "{")
-        body = self.sequence(("done",) if first == "do" else ("}",))
-        self._take("done", "}")
-        line = self._line(start)
-        return Loop(line, self.text[start : self.at], sign, name, words, condition, body)
+                self._take("in")
+                words[1:] = self._words()
+        if sign == "for":
+            self._skip()
+            self.at += self._starts(";")
+            self._take("do")
+        parts.append(self.block("done")[0])
+        return self._node(sign, start, words, parts)
 
     def _words(self, newlines: bool = False) -> list[Word]:
         """Return the words that follow. newlines: whether they may stand on several lines."""
@@ -386,32 +308,28 @@ class _Reader:
                 return words
             words.append(word)
 
-    def _case(self) -> Statement:
+    def _case(self) -> Node:
         start = self.at
         self._take("case")
         self._skip()
         word = self.word()
         self._take("in")
-        clauses: list[tuple[list[Word], Sequence]] = []
-        falls = False
         self._skip(newlines=True)
-        while not self._is_next("esac"):
-            if self._starts("("):
-                self.at += 1
+        clauses: list[Node] = []
+        end = ""
+        while end != "esac" and not (self._is_next("esac") and self._take("esac")):
+            begin = self.at
+            self.at += self._starts("(")
             patterns: list[Word] = []
             while not patterns or self._take("|", ")") == "|":
                 self._skip(newlines=True)
                 patterns.append(self.word())
                 if not patterns[-1].raw:
                     raise self._damage("a pattern is expected")
-            clauses.append((patterns, self.sequence((";;", ";&", "esac"))))
-            if not self._is_next("esac"):
-                sign = self._take(";;&", ";;", ";&")
-                falls |= sign != ";;"
+            body, end = self.block(";;", "esac")  # `;&` and `;;&` are not read
+            clauses.append(self._node(")", begin, patterns, [body]))
             self._skip(newlines=True)
-        self._take("esac")
-        line = self._line(start)
-        return Case(line, self.text[start : self.at], word, clauses, falls)
+        return self._node("case", start, [word], clauses)
 
     def word(self, ends: str = _END_OF_WORD) -> Word:
         """Return the word that stands here; one without text where there is none.
@@ -423,36 +341,36 @@ class _Reader:
         array: list[Word] | None = None
         while self.at < len(self.text):
             sign = self.text[self.at]
-            if sign in "<>" and self._starts("<(", ">(") and ends == _END_OF_WORD:
-                pieces.append(self._code(quoted=False))
-            elif sign == "(" and _ARRAY(self.text[start : self.at]) and ends == _END_OF_WORD:
+            if ends == _END_OF_WORD and self._starts("<(", ">("):
+                pieces.append(self._expansion(quoted=False))
+            elif ends == _END_OF_WORD and sign == "(" and _ARRAY(self.text[start : self.at]):
                 self.at += 1
                 array = self._words(newlines=True)
                 self._take(")")
             elif sign in ends:
                 break
             elif sign == "\\":
-                if not self._starts("\\\n"):
-                    pieces.append(Piece(self.text[self.at + 1 : self.at + 2], quoted=True))
-                self.at += 2
+                if self.text[self.at + 1 : self.at + 2] not in ("\n", ""):
+                    pieces.append(Piece(self.text[self.at + 1], quoted=True))
+                self.at = min(self.at + 2, len(self.text))
             elif sign == "'":
                 self.at += 1
                 pieces.append(Piece(self._until("'"), quoted=True))
-            elif sign == '"' or self._starts('$"'):
-                self.at += 2 if sign == "$" else 1
-                before = len(pieces)
-                self.read_quoted(pieces, '"')
-                if len(pieces) == before:
-                    pieces.append(Piece("", quoted=True))
+            elif sign == '"':
+                self.at += 1
+                pieces += self.in_quotes('"') or [Piece("", quoted=True)]
             elif sign in "$`":
                 pieces.append(self._expansion(quoted=False))
             else:
-                literal = _LITERAL.match(self.text, self.at)
-                end = literal.end() if literal else self.at + 1
-                pieces.append(Piece(self.text[self.at : end]))
-                self.at = end
-        self.at = min(self.at, len(self.text))
+                pieces.append(Piece(self._matched(_LITERAL)))
         return Word(self.text[start : self.at], pieces, array)
+
+    def _matched(self, pattern: re.Pattern[str]) -> str:
+        """Return what a pattern matches here, and go behind it."""
+        match = pattern.match(self.text, self.at)
+        assert match is not None
+        self.at = match.end()
+        return match[0]
 
     def _until(self, sign: str) -> str:
         """Return the text before a sign, and go behind it."""
@@ -463,15 +381,16 @@ class _Reader:
         self.at = end + 1
         return text
 
-    def read_quoted(self, pieces: list[Piece], end: str) -> None:
-        """Read a text in double quotes, and go behind them. end: `"`, or "" for the whole text, in
-        which quotes are left out."""
+    def in_quotes(self, end: str) -> list[Piece]:
+        """Return the parts of a text in double quotes, and go behind them. end: `"`, or "" for the
+        whole text, in which quotes are left out."""
+        pieces: list[Piece] = []
         while self.at < len(self.text):
             sign = self.text[self.at]
             if sign == '"':
                 self.at += 1
                 if end:
-                    return
+                    return pieces
             elif sign == "\\":
                 escaped = self.text[self.at + 1 : self.at + 2]
                 text = escaped if escaped and escaped in '$`"\\' else f"\\{escaped}"
@@ -481,56 +400,36 @@ class _Reader:
             elif sign in "$`":
                 pieces.append(self._expansion(quoted=True))
             else:
-                literal = _IN_QUOTES.match(self.text, self.at)
-                stop = literal.end() if literal else self.at + 1
-                pieces.append(Piece(self.text[self.at : stop], quoted=True))
-                self.at = stop
+                pieces.append(Piece(self._matched(_IN_QUOTES), quoted=True))
         if end:
             raise self._damage(f"no {end} follows")
+        return pieces
 
     def _expansion(self, quoted: bool) -> Piece:
-        """Return what begins with `$` or a backtick."""
+        """Return what begins with `$`, a backtick, `<(` or `>(`."""
         start = self.at
-        if self._starts("`"):
-            self.at += 1
-            while not self._starts("`"):
-                self.at += 2 if self._starts("\\") else 1
-                if self.at >= len(self.text):
-                    raise self._damage("no ` follows")
-            self.at += 1
-        elif self._starts("$((") and self._end_of_arithmetic(start + 3):
-            self.at = self._end_of_arithmetic(start + 3)
-        elif self._starts("$("):
-            return self._code(quoted)
+        end = self._end_of_arithmetic(start + 3) if self._starts("$((") else 0
+        escaped = self._starts("`") or (self._starts("$'") and not quoted)
+        if escaped:
+            match = _ESCAPED.match(self.text, self.at)
+            if match is None:
+                raise self._damage(f"no {self.text[start : start + 2].strip('$')[0]} follows")
+            self.at = match.end()
+        elif end:
+            self.at = end
+        elif self._starts("$(", "<(", ">("):
+            documents = self._documents
+            self._documents = []
+            self.at += 2
+            self.block(")")
+            self._documents = documents
         elif self._starts("${"):
             self.at += 2
             self._to_brace(quoted)
-        elif self._starts("$'") and not quoted:
-            self.at += 2
-            while not self._starts("'"):
-                self.at += 2 if self._starts("\\") else 1
-                if self.at >= len(self.text):
-                    raise self._damage("no ' follows")
-            self.at += 1
-            text = self.text[start + 2 : self.at - 1]
-            if "\\" not in text:
-                return Piece(text, quoted=True)
         else:
-            variable = _VARIABLE.match(self.text, self.at)
-            self.at = variable.end() if variable else self.at + 1
-            return Piece(self.text[start : self.at], quoted, variable is not None)
-        return Piece(self.text[start : self.at], quoted, True)
-
-    def _code(self, quoted: bool) -> Piece:
-        """Return `$(...)`, `<(...)` or `>(...)`."""
-        start = self.at
-        documents = self._documents
-        self._documents = []
-        self.at += 2
-        self.sequence((")",))
-        self._take(")")
-        self._documents = documents
-        return Piece(self.text[start : self.at], quoted, True)
+            name = self._matched(_VARIABLE)
+            return Piece(name, quoted, expands=name != "$")
+        return Piece(self.text[start : self.at], quoted, expands=True)
 
     def _to_brace(self, quoted: bool) -> None:
         """Go behind the brace that ends `${`."""
@@ -539,12 +438,12 @@ class _Reader:
                 raise self._damage("no } follows")
             if self._starts("\\"):
                 self.at += 2
-            elif self._starts("'"):
+            elif self._starts("'") and not quoted:
                 self.at += 1
                 self._until("'")
             elif self._starts('"'):
                 self.at += 1
-                self.read_quoted([], '"')
+                self.in_quotes('"')
             elif self._starts("$", "`"):
                 self._expansion(quoted)
             else:

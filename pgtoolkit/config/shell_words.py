@@ -1,24 +1,30 @@
-"""Expands the words of a shell script: variables, arithmetic and simple tests, as bash does.
+"""Expands the words of a shell script: variables, whole numbers and simple tests, as bash does.
 
-What is not plainly seen is left as written, with its `$`.
+What is not plainly seen is left as its code, with its `$`: such a text is not known, nor is what
+it becomes a part of.
 """
 
 from __future__ import annotations
 
 import ast
 import itertools
+import operator
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pgtoolkit.config.shell_syntax import Piece, Statement, Word, pieces_of
+from pgtoolkit.config.shell_syntax import Piece, Word, pieces_of
 
-# Possessive repetitions (`++`, `*+`), so that no text takes long.
-_CODE = r"\$\((?:[^()]|\((?:[^()]|\([^()]*+\))*+\))*+\)"
-_BRACED = r"\$\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+\}"
-_split = re.compile(rf"(?:{_CODE}|{_BRACED}|`[^`]*+`|\S)++").findall
-"""Splits a value at blanks, but not within an expansion, such as `$(date +%s)`."""
+_TO_CODE = {sign: 0xE000 + sign for sign in range(128)}
+_FROM_CODE = {code: sign for sign, code in _TO_CODE.items()}
+"""The signs of code that stands for its value, such as `$(date +%s)`, are apart from those of a
+text: it is told from a `$` in quotes, and nothing that is in it ends a word."""
+
+_GAP = "\ue100"
+"""Stands between two words in a text that is not yet split."""
+
+_KEPT = "\ue101"
+"""Stands in a word that is kept where it is empty, since it has quotes."""
 
 _ITSELF = r"\$\{?(?:0|BASH_SOURCE(?:\[0\])?)\}?"
 _DIRNAME = rf"\$\(dirname(?:--)?(?:{_ITSELF}|\$\((?:realpath|readlink-f)(?:--)?{_ITSELF}\))\)"
@@ -28,53 +34,30 @@ _OWN_FOLDER = re.compile(
 """Matches the code by which a script finds its own folder, once blanks and quotes are taken out."""
 
 NAME = re.compile(r"[A-Za-z_]\w*").fullmatch
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=").match
 _PARAMETER = re.compile(
     r"([A-Za-z_]\w*|\d+|[@*#])(?:\[([^]]*)\])?(?:(:?)([-=+?])(.*))?", re.S
 ).fullmatch
-_QUOTED = re.compile(r"\$\{(\w+):?[-=](?:\"[^\"]*\"|'[^']*')\}").fullmatch
-"""Matches an expansion with a default in quotes, such as `${NAME:-"text"}`."""
-
 _CHANGED = re.compile(
-    r"([A-Za-z_]\w*)(?:\[[^]]*\])?\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)"
+    r"([A-Za-z_]\w*)(?:\[[^]]*\])?\s*(?:(?:[-+*/%&|^:]|<<|>>)?=(?!=)|\+\+|--)"
     r"|(?:\+\+|--)\s*([A-Za-z_]\w*)"
 ).findall
-"""Finds the names that an arithmetic expression changes."""
+"""Finds the names that an expression changes."""
 
-_BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
+_BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}").search
 """Finds braces that bash makes several words of, such as `{a,b}` and `{1..3}`."""
 
-_INTEGER = re.compile(r"-?(?:0|[1-9]\d{0,17})").fullmatch
+_INTEGER = re.compile(r"-?(?:0|[1-9]\d{0,8})").fullmatch
 
 Value = str | list[str]
 """The text of a variable, or the elements of an array; an empty list for one that is unset."""
 
 
-@dataclass
-class State:
-    """Holds the variables, functions and folder at a place of a script.
+State = dict[str, Value]
+"""What is known at a place of a script. Beside the variables:
 
-    values: `@` has the arguments of the script or function. functions: the bodies that a name may
-    have; None among them: it may be no function. hidden: the values that the local variables of a
-    function have outside of it. folder: the script's own, seen from the current one; None: not
-    known. opened: a sentence on why any variable may have another value; "" if none may. over:
-    whether the place is never reached.
-    """
-
-    values: dict[str, Value]
-    folder: Path | None
-    functions: dict[str, list[Statement | None]] = field(default_factory=dict)
-    hidden: dict[str, Value | None] = field(default_factory=dict)
-    opened: str = ""
-    over: bool = False
-
-    def copied(self) -> State:
-        return replace(
-            self,
-            values={**self.values},
-            functions={**self.functions},
-            hidden={**self.hidden},
-        )
+`@`: the arguments of the script or function. `$0`: the script's own folder, seen from the current
+one. `NAME()`: the text of a function. `export NAME`: is there where programs see the variable.
+"""
 
 
 class Words:
@@ -84,23 +67,18 @@ class Words:
     """
 
     def __init__(self, folder: Path | None):
-        self._now = State({"HOME": "~", "PWD": "."}, folder)
+        self._now: State = {"HOME": "~", "PWD": ".", "export HOME": "", "export PWD": ""}
+        if folder is not None:
+            self._now["$0"] = str(folder)
+        self._opened = ""  # a sentence on why any variable may have another value
         self._place = ""  # where the statement stands that is followed
         self._reasons: dict[str, str] = {}  # variable -> the place since which it is not known
-        self._with_attributes: set[str] = set()  # names with attributes, such as of `declare -i`
 
     def _set(self, name: str, value: Value | None) -> None:
         """Set a variable. value: None where the script has not set it."""
-        self._now.values.pop(name, None)
+        self._now.pop(name, None)
         if value is not None:
-            self._now.values[name] = value
-
-    def _assign(self, name: str, value: Value) -> None:
-        """Set a variable to a value that is plainly seen."""
-        if name in self._with_attributes:
-            self._forget([name])
-        else:
-            self._now.values[name] = value
+            self._now[name] = value
 
     def _forget(self, names: Iterable[str]) -> None:
         """Note that variables may be set here to values that are not known.
@@ -108,179 +86,121 @@ class Words:
         Of the settings in their old values the keys stay.
         """
         for name in names:
-            self._now.values[name] = merged(name, self._now.values.get(name, []), f"${name}")
+            self._now[name] = merged(name, self._now.get(name, []), code(f"${name}"))
             self._reasons[name] = self._place
-            if name == "PWD":
-                self._now.values.pop(name)
 
     def _open(self, reason: str) -> None:
         """Note that each variable may be set here."""
-        self._now.opened = f"after {self._place}, each variable may be another: {reason}"
-        self._forget(self._now.values.keys() - {"HOME", "PWD", "@"})
+        self._opened = f"after {self._place}, each variable may be another: {reason}"
+        self._forget(name for name in [*self._now] if NAME(name) and name not in ("HOME", "PWD"))
 
     def _fields(self, words: list[Word]) -> list[str]:
         """Return words as bash hands them to a command."""
         fields: list[str] = []
         for word in words:
-            current: str | None = None  # the field that is being put together
-            plain = "".join(
-                "x" if piece.quoted or piece.expands else piece.text for piece in word.pieces
-            )
-            braces = _BRACES.search(plain)
-            if braces and word.array is None:
-                before, sign, after = self._text(word.pieces).partition("{")
-                fields.append(f"{before}${sign}{after}")
-                continue
-            for piece in word.pieces:
-                if not piece.expands:
-                    current = (current or "") + piece.text
-                    continue
-                default = None if piece.quoted else _QUOTED(piece.text)
-                is_default = default is not None and not self._held(default[1], None)
-                value, may_split = self._value(piece)
-                if is_default:
-                    may_split = False  # since the default is in quotes
-                elif not (piece.quoted or default) and re.search(
-                    r"^\$\{.*[\"'].*\s", piece.text, re.S
-                ):
-                    value = piece.text
-                    may_split = False
-                parts = [value] if isinstance(value, str) else value
-                if not piece.quoted and may_split:
-                    joined = " ".join(parts)
-                    if "IFS" in self._now.values and re.search(r"\W", joined):
-                        joined = f"${{{piece.text.strip('${}')}}}"
-                    parts = _split(joined)
-                    if current is not None and joined[:1].isspace():
-                        fields.append(current)
-                        current = None
-                for at, part in enumerate(parts):
-                    if at:
-                        fields.append(current or "")
-                        current = ""
-                    current = (current or "") + part
+            text = self._expanded(word.pieces, splits=True)
             if word.array is not None:  # here it is an argument, not an assignment
-                current = f"{current or ''}$(...)"
-            if current is not None:
-                fields.append(current)
+                text += code("$(...)")
+            elif has_braces(word):
+                text = text.replace("{", code("${"), 1)
+            fields += [part.replace(_KEPT, "") for part in text.split(_GAP) if part]
         return fields
 
     def _text(self, pieces: list[Piece]) -> str:
         """Return the text of pieces where bash splits no words."""
-        texts = []
-        for piece in pieces:
-            value = self._value(piece)[0] if piece.expands else piece.text
-            texts.append(value if isinstance(value, str) else " ".join(value))
+        return self._expanded(pieces, splits=False).replace(_KEPT, "").replace(_GAP, " ")
+
+    def _expanded(self, pieces: list[Piece], splits: bool) -> str:
+        """Return the text of pieces. splits: with gaps where bash splits it into words."""
+        values = [self._value(each, splits) if each.expands else each.text for each in pieces]
+        texts: list[str] = []
+        for at, (piece, value) in enumerate(zip(pieces, values, strict=True)):
+            if _may_join(["", *values][at], value, [*values, ""][at + 1]):
+                value = code(piece.text)
+            if isinstance(value, list):
+                texts.append(_GAP.join(f"{_KEPT}{each}" for each in value))
+            elif _KEPT in value or _GAP in value:  # of `${NAME:-word}`, which is expanded
+                texts.append(value)
+            elif piece.quoted:
+                texts.append(f"{_KEPT}{value}")
+            elif splits and piece.expands and "IFS" in self._now:
+                texts.append(code(piece.text))
+            else:
+                texts.append(re.sub(r"[ \t\n]+", _GAP, value) if splits else value)
         return "".join(texts)
 
-    def _value(self, piece: Piece) -> tuple[Value, bool]:
-        """Return the value of an expansion, and whether it is known; if not, it is its code."""
+    def _value(self, piece: Piece, splits: bool) -> Value:
+        """Return the value of an expansion; its code where it is not known. A list is what bash
+        keeps as several words."""
         text = piece.text
         if text.startswith("$(("):
-            number = self._number(text[3:-2])
-            self._forget(changed(text[3:-2]))
-            return (text, False) if number is None else (str(number), True)
+            number = number_of(self._in_numbers(text[3:-2]))
+            self._forget(changed(text))
+            return code(text) if number is None else str(number)
         if text.startswith(("$(", "`")):
             command = re.sub(r"[\s\"']", "", text)
-            if command in ("$(pwd)", "$(pwd-P)") and "PWD" in self._now.values:
-                return self._now.values["PWD"], True
-            if self._now.folder is not None and _OWN_FOLDER(command):
-                return str(self._now.folder), True
-            return text, False
+            if command in ("$(pwd)", "$(pwd-P)"):
+                return self._now.get("PWD", code(text))
+            return self._now.get("$0", code(text)) if _OWN_FOLDER(command) else code(text)
         parameter = _PARAMETER(text[2:-1] if text.startswith("${") else text[1:])
-        if parameter is None or not text.startswith("$"):
-            return self._altered(text)
+        if parameter is None:
+            self._forget(changed(text))
+            return code(text)
         name, subscript, colon, sign, word = parameter.groups()
         held = self._held(name, subscript)
-        if held is None and (sign in (None, "+", "?") or (self._now.opened and not name.isdigit())):
-            return self._altered(text)
+        if held is None and (sign in (None, "+", "?") or (self._opened and not name.isdigit())):
+            self._forget(changed(text))
+            return code(text)
         takes_all = isinstance(held, list) and (subscript in ("@", "*") or name in "@*")
         if isinstance(held, list) and not takes_all:
             held = held[0] if held else None
         is_set = bool(held) or (held == "" and not colon)
         is_open = held and not takes_all and not is_known(str(held))
         if (is_open and sign == "+") or (not is_set and sign == "?"):
-            return text, False
+            return code(text)
         if sign is None or (is_set and sign != "+"):
-            value: Value = held or ""
-            if isinstance(held, list) and "*" in (subscript, name) and piece.quoted:
-                if "IFS" in self._now.values:
-                    return text, False
-                value = " ".join(held)
-            return ([] if takes_all and not held else value), True
+            if not isinstance(held, list):
+                return held or ""
+            if piece.quoted and "*" not in (subscript, name):
+                return held
+            return code(text) if "IFS" in self._now else " ".join(held)
         if is_set != (sign == "+"):
-            return "", True
-        value = self._text(pieces_of(word, piece.quoted))
+            return [] if takes_all and piece.quoted else ""
         if sign == "=":
-            self._assign(name, value)
-        return value, True
+            self._now[name] = self._text(pieces_of(word, piece.quoted))
+            return self._now[name]
+        return self._expanded(pieces_of(word, piece.quoted), splits)
 
     def _held(self, name: str, subscript: str | None) -> Value | None:
         """Return what a variable holds; None where the script does not say."""
-        arguments = self._now.values.get("@")
+        arguments = self._now.get("@")
         if name.isdigit() or name == "#":
             if name == "0" or (arguments is None and name != "#"):
                 return None
             arguments = [] if arguments is None else [*arguments]
             count = len(arguments) if name == "#" else int(name)
-            if any(word.startswith(("$@", "$(")) for word in arguments[:count]):
-                return f"${name}"
-            if name == "#" and any(map(is_several, arguments)):
-                return "$#"
+            if any(map(is_several, arguments[:count])):
+                return code(f"${name}")
             if name == "#":
                 return str(count)
             return arguments[count - 1] if count <= len(arguments) else []
-        held = self._now.values.get("@" if name == "*" else name)
+        held = self._now.get("@" if name == "*" else name)
         if held is None or subscript in (None, "@", "*"):
             return [held] if isinstance(held, str) and subscript in ("@", "*") else held
         elements = [held] if isinstance(held, str) else held
-        is_plain = subscript.isdigit() and not any(map(is_several, elements))
-        if not is_plain:
-            return f"${{{name}[{subscript}]}}"
+        if not subscript.isdigit() or any(map(is_several, elements)):
+            return code(f"${{{name}[{subscript}]}}")
         return elements[int(subscript)] if int(subscript) < len(elements) else []
 
-    def _altered(self, text: str) -> tuple[Value, bool]:
-        """Return the value of any other expansion, such as `${NAME%x}`, and whether it is known.
-
-        Known are the arguments from one on (`${@:2}`), and the keys of an array's settings.
-        """
-        self._forget(
-            [
-                name
-                for name in re.findall(r"\$\{([A-Za-z_]\w*)(?:\[[^]]*\])?:?=", text)
-                if name in self._now.values
-            ]
-        )
-        for code in re.findall(r"\$\(\((.*?)\)\)", text, re.S):
-            self._forget(changed(code))
-        part = re.fullmatch(r"\$\{@:(\d+)\}", text)
-        arguments = self._now.values.get("@")
-        if part and isinstance(arguments, list) and int(part[1]):
-            before = arguments[: int(part[1]) - 1]
-            if not any(word.startswith(("$@", "$(")) for word in before):
-                return arguments[len(before) :], True
-        several = re.match(r"\$\{([A-Za-z_]\w*)\[@\]", text)
-        held = self._now.values.get(several[1]) if several else None
-        if several and isinstance(held, list) and any("=" in word for word in held):
-            self._reasons.setdefault(several[1], self._place)
-            return merged(several[1], held, []), True
-        return text, False
-
-    def _number(self, expression: str) -> int | None:
-        """Return the value of an arithmetic expression; None for an unknown one."""
+    def _in_numbers(self, expression: str) -> str:
+        """Return an arithmetic expression with the values of its variables."""
 
         def value(match: re.Match[str]) -> str:
             held = self._held(match[1], None)
             held = held[0] if isinstance(held, list) and held else held
             return f"({held})" if isinstance(held, str) and _INTEGER(held) else "$"
 
-        text = re.sub(r"\$?\{?([A-Za-z_]\w*|(?<=[${])\d)\}?", value, expression.strip())
-        if not re.fullmatch(r"[\d\s+*/%()<>=!-]+", text) or "++" in text or "--" in text:
-            return None
-        try:
-            return _computed(ast.parse(text.replace("\n", " "), mode="eval").body)
-        except (SyntaxError, ArithmeticError, RecursionError, MemoryError, ValueError):
-            return None
+        return re.sub(r"\$?\{?([A-Za-z_]\w*|(?<=[${])\d)\}?", value, expression.strip())
 
     def _test(self, words: list[Word], is_new: bool) -> bool | None:
         """Return the result of a simple comparison of known texts; None for another test.
@@ -289,65 +209,67 @@ class Words:
         """
         fields = [self._text(word.pieces) for word in words] if is_new else self._fields(words)
         is_negated = fields[:1] == ["!"]
-        fields = fields[is_negated:]
-        if not all(map(is_known, fields)) or len(fields) > 3:
-            return None
         result: bool | None = None
-        if len(fields) == 2 and fields[0] in ("-n", "-z"):
-            result = bool(fields[1]) == (fields[0] == "-n")
-        elif len(fields) == 1:
-            result = bool(fields[0])
-        elif len(fields) == 3:
-            left, sign, right = fields
-            if sign in ("=", "==", "!=") and not (is_new and re.search(r"[*?[\\(]", right)):
-                result = (left == right) == (sign != "!=")
-            elif sign in _COMPARED and _INTEGER(left) and _INTEGER(right):
-                result = _COMPARED[sign](int(left), int(right))
+        match fields[is_negated:]:
+            case _ if not all(map(is_known, fields)):
+                pass
+            case ["-n" | "-z" as sign, text]:
+                result = bool(text) == (sign == "-n")
+            case [text]:
+                result = bool(text)
+            case [left, "=" | "==" | "!=" as sign, right]:
+                if not (is_new and re.search(r"[*?[\\(]", right)):
+                    result = (left == right) == (sign != "!=")
+            case [left, sign, right] if sign in _COMPARED:
+                number = number_of(f"{left}{_COMPARED[sign]}{right}")
+                result = None if number is None else number == 1
         return None if result is None else result != is_negated
 
 
-_COMPARED: dict[str, Callable[[int, int], bool]] = {
-    "-eq": int.__eq__,
-    "-ne": int.__ne__,
-    "-lt": int.__lt__,
-    "-le": int.__le__,
-    "-gt": int.__gt__,
-    "-ge": int.__ge__,
+_OPERATORS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
 }
+_COMPARED = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 
 
-def _computed(node: ast.expr) -> int | None:
-    """Return the value of an expression of whole numbers; division rounds to 0, as in bash."""
+def number_of(expression: str) -> int | None:
+    """Return the value of an expression of whole numbers; None for an unknown one."""
+    if not re.fullmatch(r"[\d\s+*/%()<>=!-]+", expression) or re.search(r"\+\+|--", expression):
+        return None
+    try:
+        return _computed(ast.parse(expression.replace("\n", " "), mode="eval").body)
+    except (SyntaxError, ArithmeticError, RecursionError, MemoryError, ValueError):
+        return None
+
+
+def _computed(node: ast.expr) -> int:
+    """Return the value of an expression; raises ValueError for one that is not computed."""
     match node:
         case ast.Constant(value=int() as number):
             return number
-        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
-            number = _computed(operand)
-            return -number if number is not None and isinstance(sign, ast.USub) else number
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_computed(operand)
         case ast.BinOp(left=left, op=sign, right=right):
-            first = _computed(left)
-            second = _computed(right)
-            if first is None or second is None or abs(first) >= 2**31 or abs(second) >= 2**31:
-                return None  # their product may be one that bash wraps around
-            match sign:
-                case ast.Add():
-                    return first + second
-                case ast.Sub():
-                    return first - second
-                case ast.Mult():
-                    return first * second
-                case ast.Div() | ast.Mod():
-                    size = abs(first) // abs(second)
-                    quotient = size if (first < 0) == (second < 0) else -size
-                    return quotient if isinstance(sign, ast.Div) else first - quotient * second
+            pass
         case ast.Compare(left=left, ops=[sign], comparators=[right]):
-            first = _computed(left)
-            second = _computed(right)
-            names = {ast.Eq: "-eq", ast.NotEq: "-ne", ast.Lt: "-lt", ast.LtE: "-le"}
-            names |= {ast.Gt: "-gt", ast.GtE: "-ge"}
-            if first is not None and second is not None and type(sign) in names:
-                return int(_COMPARED[names[type(sign)]](first, second))
-    return None
+            pass
+        case _:
+            raise ValueError("not computed")
+    numbers = [_computed(left), _computed(right)]
+    rounds = isinstance(sign, ast.Div | ast.Mod) and min(numbers) < 0  # bash rounds to 0
+    if rounds or max(map(abs, numbers)) >= 2**31 or type(sign) not in _OPERATORS:
+        raise ValueError("not computed")
+    return int(_OPERATORS[type(sign)](*numbers))
 
 
 def merged(name: str, before: Value, after: Value) -> Value:
@@ -358,27 +280,23 @@ def merged(name: str, before: Value, after: Value) -> Value:
     """
     if before == after:
         return before
-    is_text = isinstance(before, str) and isinstance(after, str)
-    words_before = _split(before) if isinstance(before, str) else before
-    words_after = _split(after) if isinstance(after, str) else after
+    unknown = code(f"${name}")
+    words_before = before.split() if isinstance(before, str) else before
+    words_after = after.split() if isinstance(after, str) else after
     pairs = itertools.zip_longest(words_before, words_after)
     ahead = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
     certain = {*_single(words_before)} & {*_single(words_after)}
     behind: list[str] = []
     for word in [*words_before[ahead:], *words_after[ahead:]]:
         key = re.match(r"[^\s=]+=", word)
-        kept = word if word in certain else f"{key[0] if key else ''}${name}"
+        kept = word if word in certain else f"{key[0] if key else ''}{unknown}"
         if kept not in [*words_before[:ahead], *behind]:
             behind.append(kept)
     words = [*words_before[:ahead], *behind]
-    if all(f"${name}" not in word for word in words):
-        words.append(f"${name}")
-    return " ".join(words) if is_text or _is_scalar(before, after) else words
-
-
-def _is_scalar(before: Value, after: Value) -> bool:
-    """Return whether one of two values is a text, and the other one unset."""
-    return (isinstance(before, str) and after == []) or (isinstance(after, str) and before == [])
+    if all(unknown not in word for word in words):
+        words.append(unknown)
+    are_texts = all(isinstance(value, str) or not value for value in (before, after))
+    return " ".join(words) if are_texts else words
 
 
 def _single(words: list[str]) -> list[str]:
@@ -389,13 +307,41 @@ def _single(words: list[str]) -> list[str]:
     ]
 
 
+def _may_join(before: Value, value: Value, after: Value) -> bool:
+    """Return whether the text beside a value may belong to another of its words than it seems to,
+    since the first or the last may stand for none."""
+    words = value.split() if isinstance(value, str) else value
+    is_open = len(words) > 1 and (is_several(words[0]) or is_several(words[-1]))
+    ends = [str(before)[-1:], str(after)[:1]]
+    is_apart = isinstance(value, str) and all(end.isspace() for end in ends if end)
+    return is_open and any(ends) and not is_apart
+
+
+def has_braces(word: Word) -> bool:
+    """Return whether bash makes several words of one for its braces."""
+    pieces = word.pieces
+    plain = ["x" if piece.quoted or piece.expands else piece.text for piece in pieces]
+    return _BRACES("".join(plain)) is not None
+
+
+def code(text: str) -> str:
+    """Return the code of an expansion, as the value that is not known."""
+    return text.translate(_TO_CODE)
+
+
+def shown(text: str) -> str:
+    """Return a text as the script has it."""
+    return text.translate(_FROM_CODE)
+
+
 def is_known(text: str) -> bool:
-    return "$" not in text and "`" not in text
+    return not any("\ue000" <= sign < "\ue080" for sign in text)
 
 
 def is_several(word: str) -> bool:
     """Return whether a word may stand for several, or for none."""
-    return re.fullmatch(r"\$(?:[\w@*]+|\{.*\}|\(.*\))|`.*`", word, re.S) is not None
+    is_one = re.fullmatch(r"\$(?:[\w@*]+|\{.*\}|\(.*\))|`.*`", shown(word), re.S) is None
+    return not is_one and not is_known(word)
 
 
 def changed(expression: str) -> list[str]:

@@ -294,6 +294,12 @@ def _script(content: str, folder: Path | None = None) -> TheirConfig:
                 others.append(f"{program}, {problem}")
             elif started is not words or words[0] == "trl":
                 others.append(" ".join(started[: 1 + (started is words)]))
+            elif {"bash", "sh"} & {*words}:
+                shell = next(at for at, word in enumerate(words) if word in ("bash", "sh"))
+                others.append(
+                    f"{' '.join(words[: shell + 2])}, whose commands are not read: translate a "
+                    "file, run.sh, that has them itself"
+                )
             continue
         pairs = itertools.pairwise(started)
         unknown = [

@@ -47,13 +47,13 @@ PLAIN = {
     "decided": 'f() { BS=4; }; [ "${DEBUG:-0}" = 1 ] && f\ntrain $BS',
     "if": 'if [ "${DEBUG:-0}" = 1 ]; then BS=4; elif [[ $BS -ge 16 ]]; then BS=5; fi\ntrain $BS',
     "negated": 'if ! [ "$BS" != 16 ]; then BS=5; else BS=6; fi\ntrain $BS',
-    "numbers": "N=3; if (( N > 2 )); then BS=$((BS / N - 7 / -2 % 3)); fi\ntrain $BS",
+    "numbers": "N=3; if (( N > 2 )); then BS=$((BS / N - 7 / 2 % 3 + -1)); fi\ntrain $BS",
     "case": 'case "$BS" in 1|2) BS=1;; 16) BS=3;; *) BS=4;; esac\ntrain $BS',
     "called": "f() { BS=32; }; function g { f; BS+=1; }; g\ntrain $BS",
-    "local": "f() { local BS=$1 n; n=$2; shift 2; train $BS $n $# $@ ${1:-a} ${9:-b}; }\n"
+    "local": "f() { local n=$1 m; m=$2; shift 2; train $n $m $# $@ ${1:-a} ${9:-b}; }\n"
     "f 3 '4 5' c d; f 6 7\ntrain $BS",
-    "hidden": "f() { local BS=4; g; return; BS=9; }; g() { BS=5; }; f\ntrain $BS",
-    "arguments": 'f() { train "${@:2}" "$*" $#; }; f "a b" c\nset -- x y; shift; train $1 $#',
+    "returned": "f() { g; return; BS=9; }; g() { BS=5; }; f\ntrain $BS",
+    "arguments": 'f() { train "$@" "$*" $#; }; f "a b" c\nset -- x y; shift; train $1 $#',
     "wrapped": 'train() { command train "$@" more; }\ntrain $BS',
     "sourced": "source ./common.sh\ntrain $BS",
     "given": "echo 'BS=$1' > given.sh; source given.sh 8; train $BS ${1:-none}",
@@ -61,15 +61,21 @@ PLAIN = {
     "dot": '. "$(dirname "$0")/common.sh"; train $BS',
     "appended": "M=/tmp; M+=/model; A=(a b); A+=(c); A+=d\ntrain $M ${A[@]} $A ${A[1]} $BS",
     "subshell": "( BS=32 ); { C=1; }; BS=3 true; echo 2 | read BS; BS=8 &\ntrain $BS $C",
-    "unset": "unset BS; C=; train ${BS:-32} ${C-a} ${C:-b} ${BS:=7} $BS ${C:+c} ${BS:+d} e${C}",
+    "unset": "C=; train ${NO:-32} ${C-a} ${C:-b} ${NO:=7} $NO ${C:+c} ${NO:+d} e${C}",
     "eval": 'eval "BS=$((BS * 2))"\ntrain $BS',
     "one": "for BS in 32; do train $BS; done\nfor n in; do BS=1; done; train $BS",
+    "each": "for n in 1 2; do A+=(a.b=$n); BS=$n; train $n; done; train ${A[@]} $BS $n",
+    "text": "export C=1; A=5; bash -c 'A=${A:-2}; train $A $C $1' x y; D=7 bash -c \"train $A\"\n"
+    "nohup bash -euc 'train $C; exit; train 9'; train $A",
+    "file": "export C=1; A=5; echo 'train ${A:-2} $C $D $1 $#' > more.sh; D=4 bash more.sh x y\n"
+    "export D=3; exec sh more.sh z; train 9",
+    "never set": 'A+=(x.a=1 "${NO[@]:-y z}"); A+=(x.b=2); train "${A[*]}" p"${A[@]}"s ${A[*]}',
     "comment": ": <<'EOF'\ntrain 1 \"\nEOF\ncat > x <<-E; train $BS\ntrain 2\n\tE\n: '\ntrain 3\n'",
     "not_run": "if false; then train 1; fi; f() { train 2; }; train $BS; exit 0; train 4",
     "chain": "cd . && BS=3 && train $BS; true || BS=4; false && BS=5; train $BS",
-    "words": "A=' a  b '; B=(); C='k=1 2'; train $A \"$A\" x$A \"${B[@]}\" '' $C [\"x\"] $'q'",
+    "words": "A=' a  b '; B=(); C='k=1 2'; train $A \"$A\" x$A \"${B[@]}\" '' $C [\"x\"] a$A.",
     "nested": 'train "${NO:-"$BS x"}" "${NO:-\'it\'}" ${NO:-"a b"} ${BS-"c d"} "$(pwd)x" | cat',
-    "options": "while getopts b: o; do BS=1; done; while [[ $# -gt 0 ]]; do BS=$1; shift; done\n"
+    "options": "while [[ $# -gt 0 ]]; do BS=$1; shift; done\n"
     "train $BS",
     "exports": "export BS=7 C=1; declare -a A=(x y); readonly D=$BS; train $BS $C $A $D",
     "failed": "[ $BS = 16 ] || { echo no; exit 1; }; [ -z '' ] && BS=2; train $BS",
@@ -94,9 +100,12 @@ UNKNOWN = [
     "read -r BS <<< 32",
     "mapfile -t BS <<< 32",
     "printf -v BS %d 32",
-    "declare -i BS=16; BS+=16",
-    "for BS in 8 32; do :; done",
-    "for n in 1 2; do BS=$n; done",
+    "for BS in 8 32; do break; done",
+    "for n in $(echo 1 2); do BS=$n; done",
+    "while getopts b: o -b 3; do BS=1; done",
+    "BS=2; unset BS",
+    "f() { local BS=4; }; f; BS+=2",
+    'A=("$(echo)" 16); BS=3${A[*]}',
     "for (( BS=1; BS < 3; BS++ )); do :; done",
     "while ls run.sh; do BS=32; break; done",
     "until grep -q x common.sh; do BS=32; break; done",
@@ -113,6 +122,7 @@ UNKNOWN = [
     "BS=$(echo 32)",
     "BS=`echo 32`",
     "BS=$((BS ** 2))",
+    "BS=-7; BS=$((BS / 2))",
     "BS=$((BS > 2 ? 3 : 4))",
     "BS=040; BS=$((BS + 1))",
     "BS=1+2; BS=$(($BS * 3))",
@@ -161,7 +171,7 @@ ANY = {
     "source": ("source ./nothing.sh", "./nothing.sh is not found"),
     "eval": ('eval "$(cat common.sh)"', "its text is not known"),
     "export": ("export $(cat common.sh | head -1)", "its names are not known"),
-    "nameref": ("declare -n R=BS; R=32", "it names a variable by another"),
+    "function": ("[ -f common.sh ] && f() { BS=32; }\nf", "its function is not certain"),
 }
 
 
@@ -170,9 +180,9 @@ def test_what_may_change_any_variable_leaves_none_known(folder, change, reason):
     script = f"BS=16\n{change}\nC=2\ntrain $BS ${{D:-5}} $C x$E\n"
     (command,) = [read for read in Script(script, Path(".")).commands if read.words[0] == "train"]
     assert command.words == ["train", "$BS", "${D:-5}", "2", "x$E"]
-    assert command.assumed == [
-        f"after line 2, {change.partition(';')[0]}, each variable may be another: {reason}"
-    ]
+    line = change.count("\n") + 2
+    said = change.rpartition("\n")[2].partition(";")[0]
+    assert command.assumed == [f"after line {line}, {said}, each variable may be another: {reason}"]
 
 
 def test_what_sets_up_an_environment_is_assumed_to_set_nothing_else(folder):
@@ -200,13 +210,21 @@ def test_a_file_that_a_script_sources_is_found_beside_it(folder):
 def test_settings_keep_their_keys_where_their_values_are_not_known(folder):
     script = """
 A=(x.a=1 x.b=2); B="y.a=1 y.b=2"; C=(z.a=1)
-for i in 1 2; do A+=(x.c=$i); done
+for i in $(echo 1 2); do A+=(x.c=$i); done
 if [ -f common.sh ]; then B="$B y.c=3"; else B="y.a=1 y.b=4"; fi
 C[0]=z.a=5
-train "${A[@]}" $B "${C[@]}" "${A[@]/x.a/x.d}"
+train "${A[@]}" $B "${C[@]}"
 """
-    expected = "x.a=1 x.b=2 x.c=$A y.a=1 y.b=$B y.c=$B z.a=$C $C x.a=$A x.b=$A x.c=$A"
+    expected = "x.a=1 x.b=2 x.c=$A y.a=1 y.b=$B y.c=$B z.a=$C $C"
     assert [" ".join(words) for words in read(script)] == [expected]
+
+
+@pytest.mark.parametrize("command", ["docker run image bash -c 'trl grpo'", "bash absent.sh a=1"])
+def test_a_shell_whose_commands_are_not_read_is_named(folder, capsys, command):
+    Path("run.sh").write_text(command)
+    start = command.partition(" 'trl" if "'" in command else " a=")[0]
+    says = f"starts {start}, whose commands are not read: translate a file, run.sh, that has them"
+    assert says in refusal(capsys, "translate", Path("run.sh"))
 
 
 @pytest.mark.parametrize(
@@ -215,6 +233,8 @@ train "${A[@]}" $B "${C[@]}" "${A[@]/x.a/x.d}"
         ("A=1\ntrl grpo --beta 'x\n", "line 2 of it is not read as bash: no ' follows"),
         ("if true; then\ntrl grpo --beta 1\n", "no elif or else or fi follows"),
         ("trl grpo --beta 1\n)\n", "line 2 of it is not read as bash: ) is not expected"),
+        ("declare -i A=1\ntrl grpo --beta $A\n", "line 1, declare -i A=1: declare -i is not read"),
+        ("select x in a; do trl grpo --beta 1; done\n", "line 1 of it is not read as bash: select"),
         ("f() { f; f; }; while ls; do f; done\n", "its loops and functions are too many to follow"),
     ],
 )
