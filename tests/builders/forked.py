@@ -39,6 +39,8 @@ PROGRAMS = {
     "pgtoolkit.sampling.copy_process": "copy",
     "builders/vllm_server.py": "guard",
     "builders/other_server.py": "guard",
+    "submitit.local._local": "controller",
+    "submitit.core._submit": "task",
 }
 """What is forked: a part of its command, and the name of the process."""
 
@@ -89,10 +91,16 @@ def _name_of(command: Sequence[str]) -> str | None:
 
 
 def _only_waits(thread: threading.Thread) -> bool:
-    """Return whether a thread holds no lock: this one, one that waits for another process, or one
-    of a test that waits for a file and then interrupts."""
+    """Return whether a thread holds no lock: this one, one that waits for another process, one that
+    torchrun wakes every few seconds, or one of a test that waits for a file and then interrupts."""
     waiting = ("launcher", "(_listen)", "(interrupt)")
-    return thread is threading.main_thread() or thread.name.endswith(waiting)
+    is_of_torchrun = thread.name.startswith("RendezvousKeepAliveTimer")
+    return thread is threading.main_thread() or is_of_torchrun or thread.name.endswith(waiting)
+
+
+def forking_subprocess() -> types.SimpleNamespace:
+    """Return the module `subprocess` with `ForkedPython` in the place of its processes."""
+    return types.SimpleNamespace(**vars(subprocess) | {"Popen": ForkedPython})
 
 
 @contextlib.contextmanager
@@ -103,7 +111,7 @@ def forked_children(wanted: bool = True) -> Iterator[None]:
     """
     before = child.subprocess
     if wanted:
-        child.subprocess = types.SimpleNamespace(**vars(subprocess) | {"Popen": ForkedPython})
+        child.subprocess = forking_subprocess()
     try:
         yield
     finally:
@@ -166,14 +174,16 @@ def run_python(command: Sequence[str]) -> None:
     if words[0].endswith(".py"):
         _run_file(words)
         return
+    main = types.ModuleType("__main__")
     if words[0] == "-m":
         words = words[1:]
-        code = importlib.util.find_spec(words[0]).loader.get_code(words[0])
+        spec = importlib.util.find_spec(words[0])
+        code = spec.loader.get_code(words[0])
+        main.__package__ = spec.parent
     else:
         assert words[0] == "-c", command
         code = compile(words[1], "<string>", "exec")
         words = ["-c", *words[2:]]
-    main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     sys.argv = words
     exec(code, vars(main))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import gzip
 import importlib
 import json
@@ -174,6 +175,8 @@ class Engine:
         if self.failing("ignores_temperature"):
             body = body | {"temperature": 1.0}
         model = self.cached.setdefault((body.get("cache_salt"), *body["prompt"]), self.model)
+        # Choices that have begun alike, at least with the prompt, have the same next logits.
+        next_logits = functools.cache(lambda *tokens: model(torch.tensor(tokens))[-1].float())
         choices = []
         for index in range(body["n"]):
             generator = torch.Generator()
@@ -181,7 +184,7 @@ class Engine:
                 generator.seed()
             else:
                 generator.manual_seed(body["seed"] + index)
-            choices.append(self._choice(body, model, generator))
+            choices.append(self._choice(body, next_logits, generator))
         return choices if not self.failing("identical") else [choices[0]] * len(choices)
 
     def _text(self, tokens: list[int]) -> str:
@@ -189,7 +192,7 @@ class Engine:
         known = tokens[: -1 if self.failing("late_stop") else None]
         return self.tokenizer.decode(known, skip_special_tokens=False)
 
-    def _choice(self, body: dict, model, generator) -> dict:
+    def _choice(self, body: dict, next_logits, generator) -> dict:
         """Sample a completion, token by token, until a stop or the limit."""
         tokens = []
         log_probs = []
@@ -197,7 +200,7 @@ class Engine:
         reason = "length"
         stop_reason = None
         while len(tokens) < body["max_tokens"]:
-            logits = model(torch.tensor([*body["prompt"], *tokens]))[-1].float()
+            logits = next_logits(*body["prompt"], *tokens)
             greedy = body["temperature"] == 0
             scaled = logits / (1.0 if greedy else body["temperature"])
             top_k = body.get("top_k") or 0

@@ -51,7 +51,11 @@ process into a file."""
 
 
 LEAVING = """
-import subprocess
+import subprocess, sys
+
+for name in ["mlflow", *sys.modules]:
+    if name.partition(".")[0] == "mlflow":
+        sys.modules[name] = None  # as where it is not installed
 
 started = []
 
@@ -63,9 +67,6 @@ def score(completion, answer):
     return len(completion) % 3 / 2
 """
 """A verifier that starts a process, which would outlive a job that is killed."""
-
-
-pytestmark = pytest.mark.starts_python
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +143,7 @@ def state_of_process(directory: Path) -> dict:
 
 
 @pytest.mark.slow
+@pytest.mark.starts_python
 def test_a_forked_job_is_bit_equal_to_one_that_is_started_alone(folder, forks):
     """Also its random states, environment, threads and signals are the same."""
     jobs = [start(forks, f"seed-{seed}", f"seed={seed}", gpu=f"{seed}") for seed in (1, 2)]
@@ -166,6 +168,7 @@ def test_a_forked_job_is_bit_equal_to_one_that_is_started_alone(folder, forks):
     assert forked["environment"] == single["environment"] | {"CUDA_VISIBLE_DEVICES": "2"}
 
 
+@pytest.mark.starts_python
 def test_the_process_that_forks_has_one_thread_and_no_cuda_and_its_job_saves_when_stopped(
     folder, forks
 ):
@@ -186,12 +189,9 @@ def test_the_process_that_forks_has_one_thread_and_no_cuda_and_its_job_saves_whe
 
 
 @pytest.mark.slow
-def test_the_processes_that_a_killed_job_has_started_are_ended(tmp_path, folder, inputs):
+def test_the_processes_that_a_killed_job_has_started_are_ended(folder, inputs):
     """The job needs no MLflow, and runs where it is missing."""
-    missing = tmp_path / "missing"
-    missing.mkdir()
-    (missing / "mlflow.py").write_text("raise ModuleNotFoundError('no mlflow here')")
-    forks = Forks(ENVIRONMENT | {"PYTHONPATH": str(missing)})
+    forks = Forks(ENVIRONMENT)
     overrides = ("trainer.max_steps=5000", "task.verifier=leaving.score", "tracking=none")
     killed = start(forks, "killed", *overrides)
     left = folder / "left.txt"
@@ -203,6 +203,7 @@ def test_the_processes_that_a_killed_job_has_started_are_ended(tmp_path, folder,
     wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, 30)
 
 
+@pytest.mark.starts_python
 def test_the_death_of_the_process_that_forks_is_the_reason_of_its_jobs_and_refuses_the_next(
     forks,
 ):
@@ -221,16 +222,23 @@ def run_job(file):
 """
 """Replaces `pgtoolkit/launch/ranks.py`: a job ends with the first status if the condition holds."""
 
+NOT_NEEDED = ("transformers", "tokenizers", "pyarrow", "pandas", "mlflow", "sqlalchemy", "alembic")
+"""Libraries that jobs import as they begin and end; these jobs train nothing."""
+
 
 @pytest.mark.slow
+@pytest.mark.starts_python
 def test_a_job_runs_the_code_of_its_start(tmp_path):
     """Code that has changed since the first job is imported anew by the jobs that follow.
 
     Where the home cannot be written, matplotlib makes a temporary folder. A job that ends leaves it
-    to those that follow.
+    to those that follow. Jobs run where libraries that they do not need are missing.
     """
     package = tmp_path / "pgtoolkit"
     shutil.copytree(Path(pgtoolkit.__file__).parent, package)
+    (package / "assembly" / "train.py").write_text("")
+    for name in NOT_NEEDED:
+        (tmp_path / f"{name}.py").write_text("raise ModuleNotFoundError('not here')")
     (tmp_path / "temporary").mkdir()
     unwritable = {
         "HOME": "/proc/none",

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 from builders.commands import ENVIRONMENT
+from builders.forked import ForkedPython
 from builders.parallel_runs import run_on_ranks
 from builders.processes import free_port
 from builders.runs import last_of_each_key, metrics_of, with_model
 from builders.shared_servers import save_llama
 from builders.vllm_servers import COMMAND
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from pgtoolkit.system import child
 
@@ -24,7 +26,10 @@ PAGE = (Path(__file__).parents[2] / "docs/rollouts.md").read_text()
 
 
 def train_on_two_nodes(folder: Path, *overrides: str) -> Path:
-    """Train with two launchers of torchrun, one for each node, with a rank each."""
+    """Train with two launchers of torchrun, one for each node, with a rank each.
+
+    The launchers, and the ranks that they start, are forked: they need no imports.
+    """
     command = [
         sys.executable,
         "-m",
@@ -42,7 +47,9 @@ def train_on_two_nodes(folder: Path, *overrides: str) -> Path:
         f"hydra.run.dir={folder}/run",
     ]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    nodes = [subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, **streams) for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess_handler, "Popen", ForkedPython)
+        nodes = [ForkedPython(command, cwd=folder, env=ENVIRONMENT, **streams) for _ in range(2)]
     shown = [node.communicate(timeout=240)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], shown
     lines = [text.count("step 3/3") for text in shown]

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
-import subprocess
-import sys
-import time
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from builders.commands import wait_until
 from builders.models import save_with_tokenizer, small_llama, small_policy
-from builders.processes import layout, world
+from builders.processes import fork_server, layout, world
 from builders.runs import config_of, with_model
 from builders.vllm_servers import COMMAND
 from safetensors.torch import load_file
@@ -108,26 +108,21 @@ def test_other_users_can_read_weights_only_where_one_may_have_started_the_server
     folder.remove()
 
 
+def make_folder_and_die(folder: Path) -> None:
+    made = WeightsFolder(folder, None, torch.float32).make(1, lambda folder: None)
+    (folder / "made").write_text(f"{made} {made.exists()}")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.mark.slow
 def test_the_folder_of_a_process_that_is_killed_is_deleted(tmp_path):
-    program = """if True:
-        import os, signal, sys, torch
-        from pathlib import Path
-        from pgtoolkit.sampling.weights_folder import WeightsFolder
-
-        made = WeightsFolder(Path(sys.argv[1]), None, torch.float32).make(1, lambda folder: None)
-        print(made, made.exists(), flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    process = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    path, existed = process.stdout.split()
+    process = fork_server().Process(target=make_folder_and_die, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    path, existed = (tmp_path / "made").read_text().split()
     assert existed == "True"
-    deadline = time.monotonic() + 30
-    while Path(path).exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(path).exists()
+    wait_until(lambda: not Path(path).exists(), 30)
 
 
 def write_on_ranks(config: Config, sizes: dict[str, int]) -> str:
