@@ -78,28 +78,34 @@ def check_inputs(config: Config, report: Report) -> None:
 
 
 def check_recorded_rollouts(config: Config, loss: Loss, report: Report) -> None:
-    """Read the first rows of recorded rollouts, and add what is wrong with them to a report.
+    """Read recorded rollouts, of many the first rows, and add what is wrong to a report.
 
     Raises ConfigError or DataError for rows that the configuration cannot train on.
     """
     from pgtoolkit.assembly.recorded_rollouts import recorded_rollouts
 
+    assert isinstance(config.rollout, RecordedRolloutSettings)
+    run = (config.model, config.task, config.seed)
+    first = _rows_tried(config.rollout)
     rollouts = recorded_rollouts(
         config,
         loss,
-        vocabulary_size(config.model, config.task) or 2**31,
+        _tokens_of_model(*run),
         _most_tokens(config.model, config.accumulation.max_tokens),
-        first=_ROWS_TRIED,
-        tokenizer=functools.partial(tokenizer_and_ends_of, config.model, config.task, config.seed),
+        first=first,
+        tokenizer=functools.partial(tokenizer_and_ends_of, *run),
     )
     report.notes += rollouts.notes()
-    assert isinstance(config.rollout, RecordedRolloutSettings)
+    if first == _ROWS_TRIED:
+        report.note(
+            f"only the first {first} rows of each file of rollout.path={config.rollout.path} were "
+            "checked. A run checks all of them before its first step."
+        )
     schedule = config.optimizer.schedule
     _check_number_of_rows(
         config.rollout, config.accumulation, schedule, config.trainer.max_steps, report
     )
     if is_on(config) and has_tokenizer(config.model) and not report.concerns("task", "evaluation"):
-        run = (config.model, config.task, config.seed)
         _note_shared_prompts(held_out_sets(config), run, rollouts, report)
 
 
@@ -124,6 +130,28 @@ def _note_shared_prompts(
             num_shared, count = shared_with_rows(held_out, recorded, *tokenizer_and_ends)
             note = note_on_number(held_out.name, num_shared, count, at_least=is_cut)
             report.notes += [] if note is None else [note]
+
+
+def _tokens_of_model(model: Model, task: TaskSettings, seed: int) -> int | None:
+    """Return the entries of the vocabulary of a run's model; None where only loading it tells."""
+    size = vocabulary_size(model, task)
+    if size is not None:
+        return size
+    if isinstance(model, TinyModelSettings):
+        return len(tokenizer_and_ends_of(model, task, seed)[0])
+    text_config = model_folder.load_config(model.path).get_text_config()
+    return getattr(text_config, "vocab_size", None)
+
+
+def _rows_tried(rollout: RecordedRolloutSettings) -> int:
+    """Return how many rows of each file are read before a run: all, unless they are many."""
+    from pgtoolkit.tasks.row_files import count_rows, find_files
+
+    files = find_files(rollout.path, "rollout.path")
+    if sum(file.stat().st_size for file in files) > _FEW_BYTES:
+        return _ROWS_TRIED
+    count = count_rows(rollout.path, "rollout.path")
+    return _ROWS_TRIED if count is None or count > _FEW_ROWS else _FEW_ROWS
 
 
 def _most_tokens(model: Model, max_tokens: int) -> int:
@@ -157,10 +185,10 @@ def _read_recorded(_directory: str, pickled_arguments: bytes) -> ReadDocuments |
         rollouts = RecordedRollouts(
             rollout,
             estimator_of(AdvantageSettings(estimator=AdvantageEstimator.none), rollout, task),
-            vocabulary_size(model, task) or 2**31,
+            _tokens_of_model(model, task, seed),
             max_tokens=max_tokens,
             reads_old_log_probs=False,
-            first=_ROWS_TRIED,
+            first=_rows_tried(rollout),
             tokenizer=functools.partial(tokenizer_and_ends_of, model, task, seed),
         )
     except PgtoolkitError:
@@ -306,7 +334,10 @@ def _check_prompts(tasks: Mapping[str, TaskSettings], model: Model, report: Repo
         elif task.chat == "never":
             no_template = "task.chat=never"
         model_path = getattr(model, "path", None)
-        task_report = _report_on_task(os.getcwd(), pickle.dumps(task), no_template, model_path)
+        is_trained = place == "task"
+        task_report = _report_on_task(
+            os.getcwd(), pickle.dumps(task), no_template, model_path, is_trained
+        )
         for problem in task_report.problems:
             if _failing(problem) not in map(_failing, report.problems):
                 report.problems.append(type(problem)(with_keys_of_set(problem, place)))
@@ -321,18 +352,20 @@ def _failing(problem: str) -> str:
 
 @functools.cache  # the jobs of a sweep share it
 def _report_on_task(
-    _directory: str, pickled_task: bytes, no_template: str, model: str | None
+    _directory: str, pickled_task: bytes, no_template: str, model: str | None, is_trained: bool
 ) -> Report:
     """Make a task and look at its prompts; report what is wrong, and what may surprise.
 
     _directory: to which paths may be relative. pickled_task: its configuration, as a cache's key.
     no_template: the setting that leaves chat messages without a template, if there is one.
-    model: its folder, or its name.
+    model: its folder, or its name. is_trained: whether it is no set, whose repeated prompts are
+        noted with its name.
     """
     from pgtoolkit.assembly.make_task import make_task
     from pgtoolkit.tasks.answer_checks import notes_on_answers, notes_on_rows
     from pgtoolkit.tasks.prompt_rows import notes_on_columns
     from pgtoolkit.tasks.prompt_tasks import PromptsTask
+    from pgtoolkit.tasks.shared_prompts import note_on_repeated
 
     task_config = pickle.loads(pickled_task)
     report = Report()
@@ -365,6 +398,11 @@ def _report_on_task(
                 is_prompt = answer_field == task_config.prompt_field
                 is_prompt = is_prompt and task_config.answer_pattern is None
                 report.notes += notes_on_rows(task, answer_field, is_prompt)
+                if is_trained:
+                    name = f"task.path={task_config.path}"
+                    means = "training asks it more often than others"
+                    repeated = note_on_repeated(name, task, task.num_prompts, means)
+                    report.notes += [] if repeated is None else [repeated]
         has_messages = isinstance(task, PromptsTask) and any(
             prompt.messages is not None for prompt in task.rows()
         )
@@ -517,6 +555,10 @@ def _try_task(
 
 _ROWS_TRIED = 100
 """Rows of each file of recorded rollouts that are read before a run, which reads all of them."""
+
+_FEW_ROWS = 2000
+_FEW_BYTES = 2**23
+"""Recorded rollouts of at most so many rows and bytes are read before a run as a whole."""
 
 _PROMPTS_TRIED = 1000
 """Prompts of a task that are turned into tokens before a run, which does so with all of them."""

@@ -35,7 +35,7 @@ def estimator_of(
 def recorded_rollouts(
     config: Config,
     loss: Loss,
-    vocabulary_size: int,
+    vocabulary_size: int | None,
     max_tokens: int | None,
     first: int | None = None,
     layout: Layout = ONE_PROCESS,
@@ -74,4 +74,17 @@ def recorded_rollouts(
         tokenizer=tokenizer,
         one_advantage=loss.aggregation.by_sign,
         instead_of_parts=instead_of_parts,
+        without_old_log_probs=_without_old_log_probs(loss),
     )
+
+
+def _without_old_log_probs(loss: Loss) -> str:
+    """Return the choices that train on rows without old log-probs, beside those of a loss."""
+    choices = ["loss=reinforce"]
+    if loss.correction is not None:
+        choices.append("correction=none")
+    if loss.kl is not None and loss.kl.reads_old_log_probs:
+        choices.append("kl=k3")
+    if loss.family.score_centering:
+        choices.append("loss.score_centering=false")
+    return " ".join(choices)

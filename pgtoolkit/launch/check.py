@@ -418,6 +418,15 @@ def _machine_sections(config: Config) -> list[tuple[str, list[str]]]:
     return sections
 
 
+def add_notes_on_prompts(sweep: Sweep) -> None:
+    """Add the notes on the prompts of each run of a sweep to its report, as `pgtk check` does: the
+    runs print them into their logs alone."""
+    for run in sweep.runs:
+        is_right = run.composed.config is not None and not run.report.problems
+        if is_right and run.config.rollout.name == "policy":
+            _first_prompt(run.config, run.report)
+
+
 def _first_prompt(config: Config, report: Report) -> list[str]:
     """Return lines that show the first prompt, and add notes on the first prompts and their answers
     to a report.

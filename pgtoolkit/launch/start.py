@@ -20,7 +20,7 @@ from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.rules.executed import announce, written_elsewhere
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError
-from pgtoolkit.launch.check import check, check_run, notes, problems
+from pgtoolkit.launch.check import add_notes_on_prompts, check, check_run, notes, problems
 from pgtoolkit.launch.multirun import run_sweep
 from pgtoolkit.launch.ranks import (
     train_job,
@@ -70,6 +70,8 @@ def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
         train_on_processes(Training(run.named_config, Path(), overrides=args.overrides))
         return 0
     checked = check(args.overrides, args.multirun, sweep_file, command)
+    if isinstance(checked, Sweep):
+        add_notes_on_prompts(checked)
     all_problems = problems(checked)
     if all_problems:
         first = checked.runs[0] if isinstance(checked, Sweep) else checked

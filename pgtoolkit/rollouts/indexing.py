@@ -13,7 +13,7 @@ from pgtoolkit.document import OPTIONAL_VECTORS
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.conversations import has_texts
 from pgtoolkit.rollouts.estimator import Attempt, Estimator
-from pgtoolkit.rollouts.parsed_rows import parse_row, parse_rows
+from pgtoolkit.rollouts.parsed_rows import WrongRow, parse_row, parse_rows
 from pgtoolkit.rollouts.recorded_checks import Plausibility
 from pgtoolkit.rollouts.recorded_index import (
     ROW,
@@ -31,6 +31,10 @@ from pgtoolkit.tasks.row_files import ParquetFile, Problems, RowFile
 
 _TRUTH = {None: -1, False: 0, True: 1}
 """A truth value as the index has it."""
+
+_MISSING = -1
+_UNREADABLE = -2
+"""A group that a row does not name, and one that it names wrongly."""
 
 
 @dataclass(eq=False)
@@ -76,8 +80,8 @@ class Indexing:
         # Taken before the files are read, so that a change while they are read is seen later.
         stamps = [stamp_of(file.path) for file in self.files]
         self._read_rows()
-        self._problems.raise_if_any()
-        self._check_use()
+        if not self._problems:
+            self._check_use()
         imitates = self._check_optional()
         self._find_attempts()
         self._check_attempts()
@@ -97,7 +101,10 @@ class Indexing:
         )
 
     def _read_rows(self) -> None:
-        """Read all rows into `_rows`; the problems of wrong rows are collected."""
+        """Read all rows into `_rows`; the problems of wrong rows are collected.
+
+        Wrong rows are among them, for the checks of groups, with little more than their groups.
+        """
         # group_id -> number of the group, in the order in which they come.
         self._groups: dict[int | str, int] = {}
         # Whether some row has sampling log-probs other than its old ones.
@@ -108,10 +115,15 @@ class Indexing:
         # Checksums of what the trained tokens answer.
         self._prompts: set[int] = set()
         self._plausibility = Plausibility()
+        # The places of wrong rows.
+        self._wrong: list[int] = []
         self._rows = np.fromiter(self._entries(), ROW)
+        # (documents,) whether a row is right by itself.
+        self._is_right = np.ones(len(self._rows), bool)
+        self._is_right[self._wrong] = False
 
     def _entries(self) -> Iterator[tuple]:
-        """Yield the entries of each right row, as ROW has them."""
+        """Yield the entries of each row, as ROW has them."""
         ids: dict[str, str] = {}
         trajectories: dict[tuple[object, int | str], int] = {}
         texts = self.rules.texts
@@ -127,20 +139,28 @@ class Indexing:
                 if row is None:
                     self._num_too_long += 1
                     continue
-                if not self._is_mismatched:
-                    self._is_mismatched = not np.array_equal(
-                        row.old_log_probs, row.sampling_log_probs
-                    )
+                wrong = row if isinstance(row, WrongRow) else None
+                row = row.row if isinstance(row, WrongRow) else row
                 self._check_id(row, f"{file.label}:{number}", ids)
-                group = -1
+                group = _MISSING
                 if row.group_id is not None:
                     group = self._groups.setdefault(row.group_id, len(self._groups))
+                elif wrong is not None and wrong.has_problem("group_id"):
+                    group = _UNREADABLE
                 row_index = next(index)
                 trajectory = -1
                 if row.trajectory is not None:
                     # Unique in its group, or in its file if that names no groups.
                     prompt = (file_number,) if row.group_id is None else row.group_id
                     trajectory = trajectories.setdefault((prompt, row.trajectory), row_index)
+                if wrong is not None:
+                    self._wrong.append(row_index)
+                    yield file_number, number, place, *_entries_of_wrong(group, trajectory)
+                    continue
+                if not self._is_mismatched:
+                    self._is_mismatched = not np.array_equal(
+                        row.old_log_probs, row.sampling_log_probs
+                    )
                 is_first_part = trajectory in (-1, row_index)
                 self._plausibility.add(row, group if is_first_part else -1)
                 self._prompts.update(checksums_before_trained(row.token_ids, row.loss_mask))
@@ -230,20 +250,22 @@ class Indexing:
 
         Return whether the rows are examples to imitate: without an advantage or a reward.
         """
-        rows = self._rows
+        right = np.flatnonzero(self._is_right)
+        rows = self._rows[right]
         present = {"old_log_probs": rows["old_log_probs"]}
         if self._given:
             present["advantage"] = rows["has_advantage"]
         for name, is_present in present.items():
             if is_present.any() and not is_present.all():
-                self._refuse(int(is_present.argmin()), name, "is missing; other rows have one")
+                index = right[is_present.argmin()]
+                self._refuse(index, name, "is missing; other rows have one")
         imitates = self._given and not rows["has_advantage"].any()
         has_reward = ~np.isnan(rows["reward"])
         if imitates and has_reward.any():
             reason = (
                 "is missing, and rows have a reward: advantage=dr_grpo makes advantages of rewards"
             )
-            self._refuse(int(has_reward.argmax()), "advantage", reason)
+            self._refuse(right[has_reward.argmax()], "advantage", reason)
         elif imitates:
             self.notes.append(
                 "no row has an advantage or a reward: every advantage is 1 (supervised "
@@ -251,7 +273,6 @@ class Indexing:
             )
         else:
             self.notes += notes_on_weights(rows, self.estimator, self.rules)
-        self._problems.raise_if_any()
         return imitates
 
     def _check_attempts(self) -> None:
@@ -261,6 +282,7 @@ class Indexing:
             values = self._rows[name]
             first = values[self._first]
             differs = (values != first) & ~(np.isnan(values) & np.isnan(first))
+            differs &= self._is_right & self._is_right[self._first]
             for index in np.flatnonzero(differs):
                 self._refuse(
                     index,
@@ -277,17 +299,16 @@ class Indexing:
                     "is given, and the loss takes attempts of one document each. Leave the column "
                     f"out if each has one, or use {self.rules.instead_of_parts}",
                 )
-        self._problems.raise_if_any()
 
     def _check_plausible(self) -> None:
         """Refuse log-probs one place off; note groups of different prompts, and repeated rows."""
         misplaced = self._plausibility.misplaced()
         if misplaced is not None:
-            raise DataError(
-                f"sampling_log_probs in rollout.path={self.config.path} needs the log-prob of each "
-                f"token itself (got {misplaced}). Every ratio between the two would compare "
-                "different tokens. Move one of the two lists by one place in the program that "
-                "writes the rows."
+            self._problems.add(
+                f"rollout.path={self.config.path}:sampling_log_probs",
+                f"needs the log-prob of each token itself (got {misplaced}). Every ratio between "
+                "the two would compare different tokens. Move one of the two lists by one place in "
+                "the program that writes the rows",
             )
         self.notes += self._plausibility.notes()
 
@@ -298,10 +319,11 @@ class Indexing:
         """
         size = self.config.group_size
         groups = self._rows["group"]
-        missing = np.flatnonzero(groups < 0)
+        missing = np.flatnonzero(groups == _MISSING)
         if len(missing) == 0:
             self._check_groups(list(self._groups))
-        elif self._groups or (self.needs_groups and size is None):
+            return True
+        if self._groups or (self.needs_groups and size is None):
             others = "; other rows have one" if self._groups else ""
             for index in missing:
                 self._refuse(
@@ -310,12 +332,12 @@ class Indexing:
                     f"is missing{others}. Documents of one prompt share it. Without any, set "
                     "rollout.group_size",
                 )
+            self._check_groups(list(self._groups))
         else:
             groups[self._attempts] = np.arange(len(self._attempts)) // (size or 1)
             groups[:] = groups[self._first]
             self._check_counts(size or 1)
-        self._problems.raise_if_any()
-        return len(missing) == 0 or size is not None
+        return size is not None
 
     def _check_counts(self, size: int) -> None:
         """Collect a problem for each file that ends within a group of `size` attempts."""
@@ -337,13 +359,14 @@ class Indexing:
         """
         size = self.config.group_size
         groups = self._rows["group"]
-        _, first, counts = np.unique(groups[self._attempts], return_index=True, return_counts=True)
+        attempts = self._attempts[groups[self._attempts] >= 0]
+        numbers, first, counts = np.unique(groups[attempts], return_index=True, return_counts=True)
         if size is not None and not self._is_cut:
-            for number in np.flatnonzero(counts != size):
+            for place in np.flatnonzero(counts != size):
                 self._refuse(
-                    int(self._attempts[first[number]]),
+                    int(attempts[first[place]]),
                     "group_id",
-                    f"is {ids[number]!r}, a group of {counts[number]} {self._counted}; "
+                    f"is {ids[numbers[place]]!r}, a group of {counts[place]} {self._counted}; "
                     f"rollout.group_size={size}",
                 )
         spread = np.unique(groups * len(self.files) + self._rows["file"]).size - len(counts)
@@ -379,6 +402,12 @@ class Indexing:
             # user's may need them.
             is_ours = self.estimator.function is None
             groups = [members for members in groups if len(members) > 1 and is_ours]
+        if self._problems:
+            # Groups without a wrong row are tried, so that all problems come together.
+            if self.estimator.function is not None:
+                return
+            known = [members for members in groups if rows["group"][members[0]] >= 0]
+            groups = [members for members in known if self._is_right[members].all()]
         rewards = rows["reward"].tolist()
         lengths = np.bincount(self._first, rows["trained"]).astype(int).tolist()
         is_scored = (~self._excluded).tolist()
@@ -444,6 +473,13 @@ def _entries_of(row: RecordedRow, group: int, trajectory: int) -> tuple:
     )
 
 
+def _entries_of_wrong(group: int, trajectory: int) -> tuple:
+    """Return a wrong row's entries of ROW, from its checksum on: nothing but its group and its
+    trajectory."""
+    numbers = (np.nan, np.nan, False, False, False, np.nan, np.nan, -1, -1)
+    return (0, 0, 0, group, trajectory, *numbers, *(False for _ in OPTIONAL_VECTORS), False, False)
+
+
 def _overflows(row: RecordedRow) -> bool:
     """Return whether the tokens that sampling has kept are not known at a trained token."""
     kept = row.sampling_kept_ids
@@ -452,18 +488,19 @@ def _overflows(row: RecordedRow) -> bool:
 
 def _checked_rows(
     file: RowFile, rules: Rules, problems: Problems
-) -> Iterator[tuple[int, int, RecordedRow | None]]:
-    """Yield the number from 1, the place and the contents of each right row; None for one that is
-    too long.
+) -> Iterator[tuple[int, int, RecordedRow | WrongRow | None]]:
+    """Yield the number from 1, the place and the contents of each row; None for one that is too
+    long.
 
-    What is wrong with other rows is added to the problems.
+    What is wrong with rows is added to the problems.
     """
     if file.names is not None:
         tokens = () if has_texts(file.names) else ("token_ids", "loss_mask")
         for name in (*tokens, *rules.required):
             if name not in file.names:
                 columns = ", ".join(file.names)
-                problems.add(file.label, f"has no column {name}; its columns are {columns}")
+                advice = rules.advice_without(name)
+                problems.add(file.label, f"has no column {name}; its columns are {columns}{advice}")
     problems.raise_if_any()
     if isinstance(file, ParquetFile):
         parsed = (row for batch in file.batches() for row in parse_rows(batch, rules))
@@ -471,9 +508,7 @@ def _checked_rows(
     else:
         rows = ((number, place, parse_row(raw, rules)) for number, place, raw in file.rows())
     for number, place, row in rows:
-        if row is None or isinstance(row, RecordedRow):
-            yield number, place, row
-            continue
-        for name, reason in row:
+        for name, reason in row.problems if isinstance(row, WrongRow) else ():
             label = f"{file.label}:{number}"
             problems.add(f"{label}:{name}" if name else label, reason)
+        yield number, place, row

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
@@ -16,14 +17,26 @@ from pgtoolkit.rollouts.rows import FIELDS, PER_TOKEN, RecordedRow, Rules, TooMa
 from pgtoolkit.tasks.row_files import rows_of
 from pgtoolkit.tasks.settings import TooLong
 
-RowProblems = list[tuple[str, str]]
-"""(field, reason) for everything that is wrong with a row; the field "" for a line that is no
-row."""
+
+@dataclass(frozen=True)
+class WrongRow:
+    """Everything that is wrong with a row, and its fields that are right.
+
+    problems: (field, reason); the field "" for a line that is no row.
+    """
+
+    problems: list[tuple[str, str]]
+    row: RecordedRow
+
+    def has_problem(self, name: str) -> bool:
+        """Return whether a field is wrong, or nothing of the row is known."""
+        return any(field in ("", name) for field, _ in self.problems)
+
 
 _NOTHING = dict.fromkeys(FIELDS)
 
 
-def parse_rows(batch: pa.RecordBatch, rules: Rules) -> Iterator[RecordedRow | RowProblems | None]:
+def parse_rows(batch: pa.RecordBatch, rules: Rules) -> Iterator[RecordedRow | WrongRow | None]:
     """Return the result of `parse_row` for each row of a batch.
 
     Where all lists of the batch are right, they are checked at once.
@@ -38,14 +51,18 @@ def parse_row(
     raw: dict[str, object] | str,
     rules: Rules,
     checked: Mapping[str, np.ndarray] = MappingProxyType({}),
-) -> RecordedRow | RowProblems | None:
-    """Return the checked row, or its problems, or None if it is too long and left out.
+) -> RecordedRow | WrongRow | None:
+    """Return the checked row, or what is wrong with it, or None if it is too long and left out.
 
     raw: fields by name, whose lists are Python lists or NumPy arrays; or why a line is no row.
     checked: fields that are known to be right.
     """
+    row = RecordedRow(**{**_NOTHING, **checked})
     if isinstance(raw, str):
-        return [("", raw)]
+        return WrongRow([("", raw)], row)
+    problems = []
+    fields = ", ".join([*checked, *raw]) or "no fields"
+    of_texts: tuple[str, ...] = ()
     if rules.texts is not None and raw.get("token_ids") is None and "token_ids" not in checked:
         try:
             raw = _with_tokens(raw, rules)
@@ -53,11 +70,10 @@ def parse_row(
             raise
         except Exception as error:  # tokenizers raises Exception for a character without a token
             name = "messages" if raw.get("messages") is not None else "completion"
-            if isinstance(error, ValueError):
-                return [(name, str(error))]
-            return [(name, f"cannot be encoded: {first_line(error)}")]
-    row = RecordedRow(**{**_NOTHING, **checked})
-    problems = []
+            is_ours = isinstance(error, ValueError)
+            reason = str(error) if is_ours else f"cannot be encoded: {first_line(error)}"
+            problems.append((name, reason))
+            of_texts = ("token_ids", "loss_mask")
     for name, (_, read) in FIELDS.items():
         if name in checked:
             continue
@@ -71,10 +87,12 @@ def parse_row(
                 problems.append((name, str(error)))
         elif name == "reward" and row.score_failed:
             continue  # Nobody could score it: it has weight 0.
+        elif name in of_texts:
+            continue  # They are made of texts, whose problem is named.
         elif name in ("token_ids", "loss_mask") or name in rules.required:
-            fields = ", ".join([*checked, *raw]) or "no fields"
-            problems.append((name, f"is missing; the row has {fields}"))
-    return problems or row
+            advice = rules.advice_without(name)
+            problems.append((name, f"is missing; the row has {fields}{advice}"))
+    return WrongRow(problems, row) if problems else row
 
 
 def _with_tokens(raw: dict[str, object], rules: Rules) -> dict[str, object]:

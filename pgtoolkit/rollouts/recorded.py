@@ -37,8 +37,8 @@ class RecordedRollouts(Source):
     reads_old_log_probs: as in the loss family. Where it is False no row needs any, and with `given`
         rows of which none has an advantage or a reward are examples to imitate: every advantage is
         1.
-    vocabulary_size: of the model; token ids are below it. max_tokens: the longest document that
-        fits, if limited.
+    vocabulary_size: of the model; token ids are below it. None: unknown. max_tokens: the longest
+        document that fits, if limited.
     needs: fields that are needed for other reasons than the estimator: group_id (prompt_mean),
         sampling_log_probs (a correction), ref_log_probs (a penalty), truncated
         (rollout.truncated=mask), TOP_VECTORS (score centering).
@@ -48,7 +48,7 @@ class RecordedRollouts(Source):
     run_dir: the index is kept there; None: nowhere.
     tokenizer: gives the model's tokenizer and its end-of-sequence tokens, for rows of texts.
     one_advantage: with `given`, whether all tokens of a row need the same advantage.
-    instead_of_parts: see `Rules`.
+    instead_of_parts, without_old_log_probs: see `Rules`.
 
     The constructor has every row read once, unless the run has an index of these files, and raises
     DataError for what cannot be trained on. The index has about 90 bytes per document, among them a
@@ -62,7 +62,7 @@ class RecordedRollouts(Source):
 
     config: RecordedRolloutSettings
     estimator: Estimator
-    vocabulary_size: int
+    vocabulary_size: int | None
     seed: int = 0
     needs: tuple[str, ...] = ()
     max_tokens: int | None = None
@@ -73,6 +73,7 @@ class RecordedRollouts(Source):
     tokenizer: LoadTokenizer | None = None
     one_advantage: bool = False
     instead_of_parts: str | None = None
+    without_old_log_probs: str | None = None
 
     def __post_init__(self) -> None:
         self._rules = self._rules_for_rows()
@@ -153,6 +154,7 @@ class RecordedRollouts(Source):
             texts=texts,
             one_advantage=self.one_advantage and self.estimator.name == AdvantageEstimator.given,
             instead_of_parts=self.instead_of_parts,
+            without_old_log_probs=self.without_old_log_probs,
         )
 
     def _required_fields(self) -> list[str]:

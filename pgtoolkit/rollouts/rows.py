@@ -28,11 +28,14 @@ PER_TOKEN = (*OPTIONAL_VECTORS, "advantage")
 OF_THE_DOCUMENT = ("reward", "model_version", "truncated", "exact_match")
 """Fields that a document has under the same names."""
 
+_AT_MOST = f"a log-prob is at most 0, where rounding may make {MAX_LOG_PROB:g} of it"
+
 
 @dataclass(frozen=True)
 class Rules:
     """The rules by which the rows of a run are checked.
 
+    vocabulary_size: token ids are below it; None: unknown.
     required: fields that each row needs besides token_ids and loss_mask.
     max_tokens: the longest document that fits; None: any length. too_long: what happens to a longer
         one.
@@ -40,9 +43,10 @@ class Rules:
     one_advantage: whether all tokens of a row need the same advantage.
     instead_of_parts: what to type where rows have trajectories, which the loss does not take; None:
         it does.
+    without_old_log_probs: what to type where rows have no old log-probs.
     """
 
-    vocabulary_size: int
+    vocabulary_size: int | None
     required: Collection[str] = ()
     max_tokens: int | None = None
     max_completion_length: int | None = None
@@ -50,6 +54,24 @@ class Rules:
     texts: Conversations | None = field(default=None, repr=False)
     one_advantage: bool = False
     instead_of_parts: str | None = None
+    without_old_log_probs: str | None = None
+
+    @property
+    def num_ids(self) -> int:
+        """Return a number that every token id is below: 2³¹ where the vocabulary is unknown."""
+        return self.vocabulary_size or 2**31
+
+    @property
+    def range_of_ids(self) -> str:
+        """Return the ids of the vocabulary in words."""
+        size = self.vocabulary_size
+        return "0 and more" if size is None else f"0 to {size - 1}"
+
+    def advice_without(self, name: str) -> str:
+        """Return what to type where rows lack a field, as the end of a sentence; often ""."""
+        if name != "old_log_probs" or self.without_old_log_probs is None:
+            return ""
+        return f". Use {self.without_old_log_probs}, which trains without it"
 
 
 class RecordedRow(SimpleNamespace):
@@ -117,10 +139,10 @@ def _token_ids(value: object, _row: RecordedRow, rules: Rules) -> np.ndarray:
     tokens = _vector(value, "iu", "integers")
     if len(tokens) == 0:
         raise Unusable("is empty; a document has at least one token")
-    place = _first((tokens < 0) | (tokens >= rules.vocabulary_size))
+    place = _first((tokens < 0) | (tokens >= rules.num_ids))
     if place is not None:
         raise Unusable(
-            f"needs tokens of the vocabulary, 0 to {rules.vocabulary_size - 1} (got "
+            f"needs tokens of the vocabulary, {rules.range_of_ids} (got "
             f"{tokens[place]} at position {place}). Use the model and the task of the run that "
             "recorded them, as its config.yaml has them: the tokens of model=tiny are those of its "
             "task, such as task=prompts task.path=FILE"
@@ -156,7 +178,7 @@ def _log_probs(value: object, row: RecordedRow, _rules: Rules) -> np.ndarray:
     log_probs = _numbers_per_token(value, row)
     place = _first(log_probs > MAX_LOG_PROB)
     if place is not None:
-        raise Unusable(f"is {log_probs[place]:g} at position {place}; a log-prob is at most 0")
+        raise Unusable(f"is {log_probs[place]:g} at position {place}; {_AT_MOST}")
     return log_probs
 
 
@@ -195,12 +217,12 @@ def _ids_per_token(value: object, row: RecordedRow, rules: Rules) -> np.ndarray:
     if row.loss_mask is None or len(row.loss_mask) != len(ids):
         return ids.astype(np.int32)
     ids = np.where(row.loss_mask[:, None], ids, -1)
-    is_outside = (ids < -1) | (ids >= rules.vocabulary_size)
+    is_outside = (ids < -1) | (ids >= rules.num_ids)
     place = _first(np.any(is_outside, axis=1))
     if place is not None:
         raise Unusable(
-            f"has {ids[place].tolist()} at position {place}; the vocabulary is 0 to "
-            f"{rules.vocabulary_size - 1}, and -1 an unused place"
+            f"has {ids[place].tolist()} at position {place}; the vocabulary is "
+            f"{rules.range_of_ids}, and -1 an unused place"
         )
     in_order = np.sort(ids, axis=1)
     twice = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0)
@@ -222,7 +244,7 @@ def _top_log_probs(value: object, row: RecordedRow, rules: Rules) -> np.ndarray 
     top = np.where(used, top, np.float32(-np.inf))
     place = _first((used & (np.isnan(top) | (top > MAX_LOG_PROB))).any(1))
     if place is not None:
-        raise Unusable(f"has {top[place].tolist()} at position {place}; a log-prob is at most 0")
+        raise Unusable(f"has {top[place].tolist()} at position {place}; {_AT_MOST}")
     mass = np.exp(top, dtype=np.float64).sum(1)
     place = _first(mass > LARGEST_MASS)
     if place is not None:

@@ -85,6 +85,10 @@ class Problems:
         if lines >= MAX_PROBLEMS or self._count >= _MAX_ROWS_READ:
             self._raise(f"{self._count} problems or more, the first are")
 
+    def __bool__(self) -> bool:
+        """Return whether there is any problem so far."""
+        return bool(self._kinds)
+
     def raise_if_any(self) -> None:
         if self._kinds:
             self._raise(plural(self._count, "problem"))

@@ -35,15 +35,20 @@ def note_on_number(name: str, num_shared: int, count: int, at_least: bool = Fals
     )
 
 
-def note_on_repeated(name: str, held_out: Task, count: int) -> str | None:
-    """Return a note on an evaluation set that asks a prompt more than once; None where each of its
-    first `count` prompts is another one."""
-    if isinstance(held_out, ConversationTask):
+def note_on_repeated(
+    name: str, task: Task, count: int, means: str = "pass@1 and its error count it again"
+) -> str | None:
+    """Return a note on an evaluation set, or on a file of training, that asks a prompt more than
+    once; None where each of its first `count` prompts is another one.
+
+    means: what becomes of a repeated prompt.
+    """
+    if isinstance(task, ConversationTask):
         return None  # conversations may begin alike, and differ by the seeds of their prompts
-    num_repeated = count - len(different(map(held_out.prompt, range(count))))
+    num_repeated = count - len(different(map(task.prompt, range(count))))
     if not num_repeated:
         return None
-    return f"{num_repeated} of the {count} prompts of {name} repeat an earlier one."
+    return f"{num_repeated} of the {count} prompts of {name} repeat an earlier one: {means}."
 
 
 def asked_by_both(task: Task, other: Task, count: int, num_asked: int = 0) -> int:

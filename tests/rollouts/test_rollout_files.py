@@ -10,13 +10,16 @@ import pytest
 from builders.rollout_rows import (
     VOCABULARY_SIZE,
     good_row,
+    recorded_config,
     recorded_rollouts,
     write_jsonl,
     write_parquet,
 )
 
 from pgtoolkit.errors import DataError
+from pgtoolkit.rollouts.estimator import Estimator
 from pgtoolkit.rollouts.parsed_rows import parse_row
+from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.rows import Rules
 
 NAN = math.nan
@@ -195,6 +198,47 @@ def test_a_problem_of_many_rows_is_one_line_and_the_first_ten_others_are_listed(
     assert "10 problems or more, the first are" in message
     lines = [int(line.split(":")[1]) for line in message.splitlines()[1:]]
     assert lines == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+
+
+def test_problems_of_rows_groups_and_trajectories_come_together(tmp_path):
+    """A wrong row counts in its group all the same, and is not compared with its trajectory."""
+    rows = [
+        good_row(0, 0, id="x"),
+        good_row(1, 0, reward=NAN),
+        good_row(2, 1),
+        good_row(3, 1, token_ids=[0, 1, 2, 3, VOCABULARY_SIZE]),
+        good_row(4, 2),
+        good_row(5, ...),
+        good_row(6, 3, trajectory=1),
+        good_row(7, 3, trajectory=1, id="x"),
+        good_row(8, 3),
+        good_row(9, 4, trajectory=1),
+        good_row(10, 4, trajectory=1, reward="good"),
+        good_row(11, 4),
+        "{",
+    ]
+    path = write_jsonl(tmp_path / "r.jsonl", rows)
+    message = refusal(path, group_size=2)
+    places = [line.split()[0] for line in message.splitlines()[1:]]
+    assert places == [
+        "r.jsonl:2:reward:",
+        "r.jsonl:11:reward:",  # the same kind of problem
+        "r.jsonl:4:token_ids:",
+        "r.jsonl:8:id:",
+        "r.jsonl:13:",
+        "r.jsonl:8:reward:",  # not that of its trajectory
+        "r.jsonl:6:group_id:",  # missing
+        "r.jsonl:5:group_id:",  # a group of one
+    ]
+    # Without a size of groups, the estimator refuses the group of one document.
+    assert "r.jsonl:5:group_id: rloo compares" in refusal(path, "rloo")
+
+
+def test_rows_of_an_unknown_vocabulary_may_have_any_token_from_0_on(tmp_path):
+    path = write_jsonl(tmp_path / "r.jsonl", [good_row(0, token_ids=[0, 1, 2, 3, -5])])
+    config = recorded_config(path)
+    with pytest.raises(DataError, match=r"of the vocabulary, 0 and more \(got -5 at position 4\)"):
+        RecordedRollouts(config, Estimator("dr_grpo"), vocabulary_size=None)
 
 
 def test_rows_beyond_the_limits_of_the_run_are_refused(tmp_path):

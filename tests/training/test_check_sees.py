@@ -10,7 +10,7 @@ from builders.runs import SHORT, last_of_each_key, with_model
 from pgtoolkit.assembly.train import train
 from pgtoolkit.cli import main
 from pgtoolkit.errors import PgtoolkitError
-from pgtoolkit.launch.check import check, page_sections, problems
+from pgtoolkit.launch.check import add_notes_on_prompts, check, notes, page_sections, problems
 
 REDUCERS = """
 import torch
@@ -129,15 +129,32 @@ def test_notes_on_the_prompts_of_each_run_of_a_sweep_name_the_runs_that_they_are
         Path(f"{name}.jsonl").write_text("".join(rows))
     overrides = ["tracking=none", "task=prompts", "task.path=a.jsonl,b.jsonl", "seed=0,1"]
     held_out = ["evaluation.every=5", "evaluation.sets.x.path=held_out.jsonl"]
-    notes = dict(page_sections(check([*overrides, *held_out], multirun=True)))["Notes"]
-    assert notes == [
+    shown = dict(page_sections(check([*overrides, *held_out], multirun=True)))["Notes"]
+    assert shown == [
         "task.path=b.jsonl seed=0, and 1 more: 1 of the 2 prompts of evaluation set x are also "
         "prompts of training: what is measured on those is not held out."
     ]
 
 
+def test_a_sweep_says_before_it_starts_which_prompts_of_training_and_of_sets_repeat(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
+    Path("held_out.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 2)
+    task = ["tracking=none", "task=prompts", "task.path=train.jsonl", "seed=0,1"]
+    held_out = ["evaluation.every=5", "evaluation.sets.x.path=held_out.jsonl"]
+    sweep = check([*task, *held_out], multirun=True)
+    add_notes_on_prompts(sweep)
+    assert notes(sweep) == [
+        "2 of the 3 prompts of task.path=train.jsonl repeat an earlier one: training asks it more "
+        "often than others.",
+        "1 of the 2 prompts of x repeat an earlier one: pass@1 and its error count it again.",
+    ]
+
+
 def test_check_says_the_longest_document_of_recorded_rollouts(folder_of_user):
-    def step_of(rows: int, *, more: int) -> list[str]:
+    def page_of(rows: int, *, more: int) -> dict[str, list[str]]:
         file = f"{rows}-{more}.jsonl"
         first = json.loads(Path("three.jsonl").read_text().splitlines()[0])
         last = {name: [*first[name], first[name][-1]] for name in ("token_ids", "old_log_probs")}
@@ -146,13 +163,51 @@ def test_check_says_the_longest_document_of_recorded_rollouts(folder_of_user):
         Path(file).write_text("\n".join([*map(json.dumps, longer), *lines]))
         recorded = [word.replace("three.jsonl", file) for word in RECORDED]
         checked = check([*recorded, "tracking=none"])
-        return dict(page_sections(checked))["Step"]
+        return dict(page_sections(checked))
 
-    assert step_of(3, more=0)[0] == "longest document: 3 tokens"
-    assert step_of(3, more=1)[0] == "longest document: 4 tokens"
-    lines = step_of(100, more=1)
-    assert lines[0] == "longest document: 4 tokens, by 100 that were read"
-    assert "micro-batches" not in lines[1]  # the documents that were not read may be longer
+    assert page_of(3, more=0)["Step"][0] == "longest document: 3 tokens"
+    assert page_of(3, more=1)["Step"][0] == "longest document: 4 tokens"
+    page = page_of(2000, more=1)
+    assert page["Step"][0] == "longest document: 4 tokens, by 100 that were read"
+    assert "micro-batches" not in page["Step"][1]  # those that were not read may be longer
+    assert "only the first 100 rows of each file" in "\n".join(page["Notes"])
+
+
+def test_check_refuses_all_recorded_rows_that_the_run_refuses_for_the_characters_of_its_task(
+    folder_of_user,
+):
+    """The tiny model on a file of prompts has a token for each of its three characters, and the
+    end's: 0 to 3. The wrong rows lie behind a hundred that are right."""
+    Path("prompts.jsonl").write_text('{"prompt": "1=", "answer": "2"}\n')
+    row = json.loads(Path("three.jsonl").read_text().splitlines()[0])
+    rows = [row | {"id": number} for number in range(203)]
+    rows[150]["token_ids"] = [1, 2, 999]
+    rows[200]["old_log_probs"] = [0.0, -1.0, 0.5]
+    del rows[202]["advantage"]
+    Path("three.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = ["task=prompts", "task.path=prompts.jsonl", "evaluation.every=0"]
+    (problem,) = problems(check([*RECORDED, *task, "tracking=none"]))
+    lines = problem.splitlines()
+    assert lines[0] == "the recorded rollouts cannot be trained on: 3 problems"
+    assert [line.partition(" (")[0].partition(", where")[0] for line in lines[1:]] == [
+        "  three.jsonl:151:token_ids: needs tokens of the vocabulary, 0 to 3",
+        "  three.jsonl:201:old_log_probs: is 0.5 at position 2; a log-prob is at most 0",
+        "  three.jsonl:203:advantage: is missing; the row has token_ids, loss_mask, "
+        "old_log_probs, id",
+    ]
+
+
+def test_recorded_texts_without_log_probs_name_the_choices_that_train_on_them(folder_of_user):
+    row = {"prompt": "1=", "completion": "2", "advantage": 1.0}
+    Path("three.jsonl").write_text(json.dumps(row) + "\n")
+    corrected = [*RECORDED, "kl=k3_ratio", "kl.coefficient=1", "tracking=none"]
+    (problem,) = problems(check(corrected))
+    assert problem.splitlines()[1] == (
+        "  three.jsonl:1:old_log_probs: is missing; the row has prompt, completion, advantage. "
+        "Use loss=reinforce kl=k3, which trains without it"
+    )
+    instead = {"loss=grpo": "loss=reinforce", "kl=k3_ratio": "kl=k3"}
+    assert problems(check([instead.get(word, word) for word in corrected])) == []
 
 
 @pytest.mark.parametrize(

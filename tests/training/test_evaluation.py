@@ -293,7 +293,7 @@ def test_check_counts_numbers_that_a_set_asks_again(capsys):
     task = make_task(ReverseTaskSettings(name="reverse", num_digits=3), 10**9)
     again = 128 - len({task.prompt(number).text for number in range(128)})
     output = capsys.readouterr().out
-    assert f"{again} of the 128 prompts of held_out repeat an earlier one." in output
+    assert f"{again} of the 128 prompts of held_out repeat an earlier one: " in output
     assert "also prompts of training" not in output
 
 

@@ -266,9 +266,10 @@ def _check_room_for_training(c: Config, report: Report) -> None:
         uses.insert(0, " ".join(f"{name}={least}" for name in names))
     report.refuse(
         setting=f"task.num_digits={task.num_digits} with evaluation.every={c.evaluation.every}",
-        needs=f"at most {half} held-out numbers",
+        needs=f"at most {half} held-out prompts",
         got=num_held_out,
-        reason=f"Training asks none of them, and needs half of the {2 * half} numbers.",
+        reason=f"Training asks none of them, and needs half of the {2 * half} numbers. They are "
+        "drawn by chance, and some repeat, which a note counts.",
         use=", or ".join(uses),
     )
 
