@@ -162,9 +162,17 @@ def losing_ranks(layout: Layout, timeout_seconds: float) -> Iterator[None]:
 
 def _of_all(layout: Layout, number: int) -> list[int]:
     """Return each rank's number, by rank."""
+    return [of_rank[0] for of_rank in gather_numbers(layout, [int(number)])]
+
+
+def gather_numbers(layout: Layout, numbers: list[int]) -> list[list[int]]:
+    """Return each rank's whole numbers, equally many on all of them, by rank.
+
+    They are on the CPU, so that no rank waits for a GPU.
+    """
     if layout.world_size == 1:
-        return [number]
-    row = torch.tensor([int(number)])
+        return [numbers]
+    row = torch.tensor(numbers)
     rows = [torch.empty_like(row) for _ in range(layout.world_size)]
     dist.all_gather(rows, row, group=layout.world_group)
-    return torch.cat(rows).tolist()
+    return torch.stack(rows).tolist()

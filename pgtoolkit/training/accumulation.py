@@ -17,9 +17,10 @@ from pgtoolkit.batch import MicroBatch, Step, StepTotals, known_vectors
 from pgtoolkit.document import have_old_log_probs
 from pgtoolkit.errors import ConfigError, DataError, NumericalError
 from pgtoolkit.kernels.losses import PolicyLoss
+from pgtoolkit.losses.checks import check_positive, check_whole
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.model.attention import local_tokens
-from pgtoolkit.ranks.agreement import gather_objects
+from pgtoolkit.ranks.agreement import gather_numbers, gather_objects
 from pgtoolkit.ranks.gradients import clip_gradients, scale_gradients, sum_gradients
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.data_metrics import data_metrics
@@ -131,6 +132,9 @@ class DynamicAccumulation(lightning.LightningModule):
         max_bad_steps: int = 3,
     ):
         super().__init__()
+        if max_grad_norm is not None:
+            check_positive("max_grad_norm", max_grad_norm)
+        check_whole("max_bad_steps", max_bad_steps, 1)
         self.automatic_optimization = False
         self.layout = layout
         self.max_grad_norm = max_grad_norm
@@ -412,6 +416,7 @@ class DynamicAccumulation(lightning.LightningModule):
     def take_step(self, step: Step) -> StepOutput:
         """Do the work of `training_step`, but for reporting."""
         started = time.perf_counter()
+        check_shares(step, self.layout)
         self._check_old_log_probs(step)
         self._count_documents(step)
         updates_before = self.num_updates
@@ -593,6 +598,42 @@ class DynamicAccumulation(lightning.LightningModule):
         measured |= {f"seconds_{stage}": value for stage, value in seconds.items()}
         measured["tokens_per_second"] = int(step.totals.num_tokens) / update_seconds
         return measured
+
+
+def check_shares(step: Step, layout: Layout) -> None:
+    """Raise ValueError, on every rank, unless the micro-batches of all data ranks together hold
+    each document of a step once.
+
+    The places of documents are compared by the sum of their squares, where `make_step` gave them.
+    """
+    documents = int(step.totals.num_documents)
+    here = sum(micro_batch.num_documents for micro_batch in step.micro_batches)
+    places = [place for micro_batch in step.micro_batches for place in micro_batch.step_places]
+    numbers = [here, sum(place * place for place in places), int(len(places) == here)]
+    of_ranks = gather_numbers(layout, numbers)
+    size = layout.size("data_parallel")
+    copies = layout.world_size // size  # other ranks hold the documents of a data rank, too
+    held = sum(of_rank[0] for of_rank in of_ranks) // copies
+    squares = sum(of_rank[1] for of_rank in of_ranks) // copies
+    has_places = all(of_rank[2] for of_rank in of_ranks)
+    if held == documents and not has_places:
+        return
+    if held == documents and squares == sum(place * place for place in range(documents)):
+        return
+    got = f"{held}, some of them twice" if held == documents else f"{held}"
+    use = "make_step(documents, max_tokens), without data_rank and data_size"
+    if size > 1:
+        use = (
+            "make_step(documents, max_tokens, data_rank=layout.rank_in('data_parallel'), "
+            "data_size=layout.size('data_parallel')), by the layout of the module"
+        )
+    elif held < documents:
+        use += ", or give the module the layout of several processes, Layout.of_world(...)"
+    raise ValueError(
+        f"a step needs each of its {documents} documents once, over the data ranks of the "
+        f"module's layout, data_parallel={size} (got {got}). Its denominators count each once, so "
+        f"the gradient would be wrong. Use {use}."
+    )
 
 
 def _as_numbers(metrics: dict[str, Tensor], device: torch.device) -> dict[str, float]:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+import torch.distributed as dist
 from builders.documents import document_of
+from builders.processes import layout, world
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
@@ -14,6 +16,7 @@ import pgtoolkit
 from pgtoolkit.document import Document
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.losses import reference
+from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.settings import AccumulationSettings
 from pgtoolkit.rollouts.source import Source
 from pgtoolkit.rollouts.step_loader import StepLoader
@@ -59,8 +62,12 @@ class OwnModule(DynamicAccumulation):
 
     aggregation = "sample_mean"
 
-    def __init__(self, configured: Callable[[torch.optim.Optimizer], object] | None = None):
-        super().__init__()
+    def __init__(
+        self,
+        configured: Callable[[torch.optim.Optimizer], object] | None = None,
+        layout: Layout = ONE_PROCESS,
+    ):
+        super().__init__(layout)
         self.table = nn.Parameter(torch.zeros(5, 5, dtype=torch.float64))
         self.configured = configured or (lambda optimizer: optimizer)
         self.rates: list[float] = []
@@ -402,3 +409,54 @@ def test_a_module_of_one_s_own_can_be_balanced():
     assert abs(expected.loss) > 1e-3
     several = document_of(4, advantages=torch.tensor([0.1, 0.1, 0.2]))
     assert make_step([several], 8).totals.completions_by_sign is None
+
+
+def result_of_layout(sizes: dict[str, int], share: dict[str, int]) -> list[float] | str:
+    """Return the gradient of a step of three documents on this rank, or the refusal.
+
+    sizes: of the module's layout; empty for one process. share: arguments of make_step.
+    """
+    of_module = layout(**sizes) if sizes else ONE_PROCESS
+    if share.get("data_rank") == -1:
+        share["data_rank"] = dist.get_rank()
+    module = OwnModule(layout=of_module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    module.optimizers = lambda use_pl_optimizer=True: optimizer
+    module.manual_backward = lambda loss: loss.backward()
+    try:
+        module.training_step(make_step(documents()[:3], 8, **share), 0)
+    except ValueError as error:
+        return str(error)
+    return module.table.grad.flatten().tolist()
+
+
+OF_ALL = "data_rank=layout.rank_in('data_parallel'), data_size=layout.size('data_parallel')"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "share", "refused"),
+    [
+        ({"data_parallel": 2}, {}, ("data_parallel=2 (got 6)", OF_ALL)),
+        ({"data_parallel": 2}, {"data_rank": 0, "data_size": 2}, ("got 4)", OF_ALL)),
+        ({"data_parallel": 2}, {"data_rank": 1, "data_size": 2}, ("got 2)", OF_ALL)),
+        ({}, {"data_rank": -1, "data_size": 2}, ("=1 (got", "Layout.of_world(...)")),
+        ({}, {"data_rank": 1, "data_size": 2}, ("=1 (got 1)", "without data_rank and data_size")),
+        ({"data_parallel": 2}, {"data_rank": -1, "data_size": 2}, None),
+        ({"sequence_data_parallel": 2}, {"data_rank": -1, "data_size": 2}, ("got",)),
+    ],
+)
+def test_a_step_that_does_not_fit_the_layout_is_refused_on_all_ranks(sizes, share, refused):
+    whole = result_of_layout({}, {})
+    for result in world(2).run(result_of_layout, sizes, share):
+        if refused is None:
+            torch.testing.assert_close(torch.tensor(result), torch.tensor(whole))
+        else:
+            assert all(words in result for words in refused), result
+
+
+def test_a_document_that_two_ranks_have_instead_of_another_is_refused():
+    step = make_step(documents()[:2], 4, None, 0, 2)
+    (micro_batch,) = step.micro_batches
+    step.micro_batches[:] = [micro_batch, micro_batch]
+    with pytest.raises(ValueError, match="got 2, some of them twice"):
+        OwnModule().take_step(step)
