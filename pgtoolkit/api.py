@@ -26,7 +26,7 @@ from pgtoolkit.kernels.losses import (
 )
 from pgtoolkit.losses.aggregation import AggregationName, Reducer, aggregation_of
 from pgtoolkit.losses.arrays import Array, mask_of_tokens
-from pgtoolkit.losses.checks import check_name, shown
+from pgtoolkit.losses.checks import check_name, check_switches, shown
 from pgtoolkit.losses.corrections import Correction, CorrectionName, correction_of
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.families import FAMILIES, Family, LossName, family_of
@@ -245,7 +245,7 @@ def policy_loss(
     arguments.check_reference(definition, ref_log_probs, ref_logits=ref_logits)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_name("impl", impl, ("auto", *IMPLEMENTATIONS, "reference"))
-    arguments.check_switches(check_finite=check_finite, overwrite_logits=overwrite_logits)
+    check_switches(check_finite=check_finite, overwrite_logits=overwrite_logits)
     arguments.check_rewards(definition, rewards)
     arguments.check_rows("logits", logits)
     if ref_logits is not None:
@@ -375,7 +375,7 @@ def linear_policy_loss(
     )
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_name("impl", impl, ("auto", "fused_linear", *IMPLEMENTATIONS, "reference"))
-    arguments.check_switches(check_finite=check_finite, fp32_logits=fp32_logits)
+    check_switches(check_finite=check_finite, fp32_logits=fp32_logits)
     arguments.check_rewards(definition, rewards)
     reference = None
     if ref_hidden is not None:
@@ -447,7 +447,7 @@ def log_prob_loss(
         correction=correction_of(correction),
         kl=kl,
     )
-    arguments.check_switches(check_finite=check_finite)
+    check_switches(check_finite=check_finite)
     arguments.check_rewards(definition, rewards)
     vectors = old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     indices = group_index, trajectory_index
@@ -530,7 +530,7 @@ def step_coefficients(
         correction=correction_of(correction),
         kl=kl,
     )
-    arguments.check_switches(check_finite=check_finite)
+    check_switches(check_finite=check_finite)
     arguments.check_rewards(definition, rewards)
     vectors = old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     tokens = _tokens_of_log_probs(

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from pgtoolkit.api import step_coefficients
 from pgtoolkit.batch import StepTotals
-from pgtoolkit.kernels.arguments import check_switches
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.aggregation import AggregationName, aggregation_of
-from pgtoolkit.losses.checks import check_positive, shown
+from pgtoolkit.losses.checks import check_positive, check_switches, shown
 from pgtoolkit.losses.corrections import Correction, CorrectionName, Factors, correction_of
 from pgtoolkit.losses.documents import DocumentSums, counted_by_sign
 from pgtoolkit.losses.families import Family, LossName, family_of

@@ -90,9 +90,10 @@ def with_values(config: Values, values: Mapping[str, object]) -> Values:
         else:
             groups[name] = value
     config = replace(config, **groups)
-    changed = {
-        name: replace(getattr(config, name), **leaves) for name, leaves in leaves_by_group.items()
-    }
+    changed = {}
+    for name, leaves in leaves_by_group.items():
+        before = getattr(config, name)
+        changed[name] = type(before).unchecked({**vars(before), **leaves})
     return replace(config, **changed)
 
 

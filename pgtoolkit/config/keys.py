@@ -6,9 +6,8 @@ import copy
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
-from enum import EnumMeta, StrEnum
 from types import MappingProxyType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
 
 from pgtoolkit.config.across import CONDITIONS, DEFAULTS
 from pgtoolkit.config.conditions import holds, joined_singles, parts, singles, value_of
@@ -16,9 +15,10 @@ from pgtoolkit.config.defaults import ByCondition, Computed
 from pgtoolkit.config.files import leading_comment, option_file
 from pgtoolkit.config.schema import OPTIONS, SCHEMAS, Config, default_options
 from pgtoolkit.runs.records import plain
-from pgtoolkit.system.declared import REQUIRED, Dictionary, Key
+from pgtoolkit.system import declared as declared_types
+from pgtoolkit.system.declared import REQUIRED, TYPES, Dictionary, Key, names_of
 from pgtoolkit.system.functions import is_dotted_path
-from pgtoolkit.system.report import Report, is_number, is_whole, text
+from pgtoolkit.system.report import Report, is_whole, text
 
 
 def _declared() -> Iterator[Key]:
@@ -49,17 +49,9 @@ def _declared() -> Iterator[Key]:
                     schema=name,
                     # The type of a key that names an option is a Literal in the option's class.
                     type="str" if get_origin(types[field.name]) is Literal else str(field.type),
-                    names=_names_of(types[field.name]),
+                    names=names_of(types[field.name]),
                     **declared,
                 )
-
-
-def _names_of(annotation: object) -> tuple[str, ...]:
-    """Return the values of the enumeration in an annotation; empty where there is none."""
-    for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, EnumMeta) and issubclass(kind, StrEnum):
-            return tuple(kind)
-    return ()
 
 
 KEYS = tuple(_declared())
@@ -185,27 +177,10 @@ def evaluated_keys(source: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-_TYPES = {
-    "int": ("a whole number", is_whole),
-    "float": ("a number", is_number),
-    "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "AutoOrBool": ("auto, true or false", lambda value: value == "auto" or isinstance(value, bool)),
-    "str": ("text", lambda value: isinstance(value, str)),
-    "Dictionary": ("a dictionary", lambda value: isinstance(value, dict)),
-    "list[str]": ("a list of texts", lambda value: _is_list_of(str, value)),
-    "list[int]": ("a list of whole numbers", lambda value: _is_list_of(int, value)),
-}
-"""Annotation of a key -> (the type in words, the test whether a value has it)."""
-
-
-def _is_list_of(kind: type, value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
-
-
 def values_in_words(key: Key) -> str:
     """Return which values a key takes, in words."""
     kind, _, optional = key.type.partition(" | ")
-    words = f"one of {', '.join(key.names)}" if key.names else _TYPES[kind][0]
+    words = f"one of {', '.join(key.names)}" if key.names else TYPES[kind][0]
     if key.range:
         words += f" from {text(key.range[0])} to {text(key.range[1])}"
     return f"{words} or null" if optional else words
@@ -213,20 +188,12 @@ def values_in_words(key: Key) -> str:
 
 def has_type(key: Key, value: object) -> bool:
     """Return whether a value is of the type of a key."""
-    kind, _, optional = key.type.partition(" | ")
-    if value is None:
-        return bool(optional)
-    return value in key.names if key.names else _TYPES[kind][1](value)
+    return declared_types.fits(key.type, key.names, None, value)
 
 
 def fits(key: Key, value: object) -> bool:
     """Return whether a key takes a value."""
-    if not has_type(key, value):
-        return False
-    if value is None or key.range is None:
-        return True
-    assert isinstance(value, int | float)  # since keys of other types have no range
-    return key.range[0] <= value <= key.range[1]
+    return declared_types.fits(key.type, key.names, key.range, value)
 
 
 def shown(name: str) -> str:

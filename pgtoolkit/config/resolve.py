@@ -34,7 +34,7 @@ def resolve(config: DictConfig, problems: dict[str, str]) -> Config:
                 value = _resolve_node(config, group, group, problems)
                 if isinstance(value, dict):
                     schema = SCHEMAS.get(group) or SCHEMAS[f"{group}/{value['name']}"]
-                    value = schema(**value)
+                    value = schema.unchecked(value)
                 groups[group] = value
         return Config(**groups)
 

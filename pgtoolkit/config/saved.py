@@ -22,7 +22,7 @@ from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.runs.records import leaves, plain, read_resolved
-from pgtoolkit.system.declared import Key
+from pgtoolkit.system.declared import Key, Settings
 from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.report import say, text
 
@@ -80,7 +80,7 @@ def typed(values: JsonObject, file: str) -> Config:
             name = field.name
             if name in groups:
                 schema = _schema_of(name, values)
-                typed_values[name] = schema(**_typed_values_of_group(name, values))
+                typed_values[name] = schema.unchecked(_typed_values_of_group(name, values))
             else:
                 typed_values[name] = _with_type(existing_key(name, values), values[name])
         return Config(**typed_values)
@@ -97,7 +97,7 @@ def _group_names() -> list[str]:
     return list(dict.fromkeys(schema.partition("/")[0] for schema in SCHEMAS))
 
 
-def _schema_of(group: str, values: JsonObject) -> type:
+def _schema_of(group: str, values: JsonObject) -> type[Settings]:
     """Return the class of a group's keys.
 
     Raises KeyError for an unknown option, and for a group that is missing.

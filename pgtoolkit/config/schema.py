@@ -35,7 +35,7 @@ from pgtoolkit.sampling.settings import (
     TransformersSamplerSettings,
     VllmSamplerSettings,
 )
-from pgtoolkit.system.declared import Alters, Option, group, key
+from pgtoolkit.system.declared import Alters, Option, Settings, group, key
 from pgtoolkit.tasks import settings as of_tasks
 from pgtoolkit.tasks.settings import (
     ConversationTaskSettings,
@@ -225,7 +225,7 @@ def default_options() -> dict[str, str]:
     }
 
 
-def _schemas() -> dict[str, type]:
+def _schemas() -> dict[str, type[Settings]]:
     schemas = {}
     for name, options in OPTIONS.items():
         if len({option.schema for option in options.values()}) == 1:

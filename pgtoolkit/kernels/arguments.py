@@ -10,7 +10,6 @@ from pgtoolkit.kernels.losses import Computation, LMHead
 from pgtoolkit.kernels.products import accumulation_dtype
 from pgtoolkit.losses.arrays import Array, on_device_of
 from pgtoolkit.losses.checks import (
-    check_positive,
     check_whole,
     is_finite,
     is_whole,
@@ -121,13 +120,6 @@ def check_top(
     return top_ids, top_log_probs
 
 
-def check_switches(**switches: object) -> None:
-    """Raise ValueError for a switch, by its keyword, that is neither True nor False."""
-    for key, value in switches.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{key} needs True or False (got {shown(value)})")
-
-
 def check_rewards(loss: Loss, rewards: Array | None) -> None:
     """Raise ValueError for rewards that the loss does not read."""
     family = loss.family
@@ -216,13 +208,11 @@ def check_head(hidden: Tensor, head: LMHead, loss: Loss, method: Computation) ->
     if head.weight_gradient is not None:
         _check_weight_gradient(hidden, head, head.weight_gradient, method)
     _check_splits(loss, method)
-    if method.logits_memory_mb is not None:
-        check_positive("logits_memory_mb", method.logits_memory_mb)
-        if not method.fused:
-            raise ValueError(
-                f"logits_memory_mb={method.logits_memory_mb!r} needs impl='fused_linear' (got "
-                f"{method.impl!r})"
-            )
+    if method.logits_memory_mb is not None and not method.fused:
+        raise ValueError(
+            f"logits_memory_mb={method.logits_memory_mb!r} needs impl='fused_linear' (got "
+            f"{method.impl!r})"
+        )
 
 
 def _check_weight_gradient(
@@ -241,7 +231,6 @@ def _check_weight_gradient(
 
 def _check_splits(loss: Loss, method: Computation) -> None:
     """Raise ValueError for splits of a loss that needs complete documents."""
-    check_whole("num_splits", method.num_splits, 1)
     splits = f"num_splits={method.num_splits}"
     family = loss.family
     correction = loss.correction

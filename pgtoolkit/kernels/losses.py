@@ -14,9 +14,15 @@ from torch import Tensor
 from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.kernels.chunks import default_logits_memory_mb, rows_within
 from pgtoolkit.kernels.fused_head import HeadOptions, linear_log_probs, linear_loss
-from pgtoolkit.kernels.given_logits import choose_implementation, logits_loss, over_kept
+from pgtoolkit.kernels.given_logits import (
+    IMPLEMENTATIONS,
+    choose_implementation,
+    logits_loss,
+    over_kept,
+)
 from pgtoolkit.kernels.products import LMHead, accumulation_dtype, linear
 from pgtoolkit.losses import reference
+from pgtoolkit.losses.checks import check_name, check_positive, check_switches, check_whole
 from pgtoolkit.losses.data_faults import MadeFrom
 from pgtoolkit.losses.exchange import Ranks, copy, largest
 from pgtoolkit.losses.kept import KeptSets
@@ -70,6 +76,13 @@ class Computation:
     num_splits: int = 1
     logits_memory_mb: float | None = None
     overwrite_logits: bool = False
+
+    def __post_init__(self):
+        check_name("impl", self.impl, ("auto", "fused_linear", *IMPLEMENTATIONS, "reference"))
+        check_whole("num_splits", self.num_splits, 1)
+        if self.logits_memory_mb is not None:
+            check_positive("logits_memory_mb", self.logits_memory_mb)
+        check_switches(check_finite=self.check_finite, overwrite_logits=self.overwrite_logits)
 
     @property
     def fused(self) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from pgtoolkit.losses.checks import check_positive, check_whole
+
 _LARGEST_ERROR = 0.2
 
 
@@ -30,6 +32,11 @@ class AdaptiveKL:
     coefficient: float
     distance: float = 0.0
     documents: int = 0
+
+    def __post_init__(self):
+        check_positive("target", self.target)
+        check_whole("horizon", self.horizon, 1)
+        check_positive("coefficient", self.coefficient)
 
     def add(self, distance: float, documents: int) -> None:
         """Count documents of the batch. distance: the sum of their KL.

@@ -31,6 +31,20 @@ def refuse_class(key: str, value: object, kind: type) -> None:
         raise ValueError(f"{key} needs an object, not a class (got {value.__name__}). Use {use}")
 
 
+def check_object(key: str, value: object, kind: type, use: str) -> None:
+    """Raise ValueError unless value is an object of this kind. use: what to type in its place."""
+    refuse_class(key, value, kind)
+    if not isinstance(value, kind):
+        raise ValueError(f"{key} needs a {kind.__name__} (got {shown(value)}). Use {use}")
+
+
+def check_switches(**switches: object) -> None:
+    """Raise ValueError unless each is True or False."""
+    for key, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{key} needs True or False (got {shown(value)})")
+
+
 def check_positive(key: str, value: object, needed: str = "") -> None:
     """Raise ValueError unless value is a finite number > 0.
 

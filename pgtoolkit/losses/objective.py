@@ -16,12 +16,21 @@ from torch import Tensor
 
 from pgtoolkit.batch import StepTotals, without_waiting
 from pgtoolkit.errors import DataError
-from pgtoolkit.losses.aggregation import Aggregation
+from pgtoolkit.losses.aggregation import AGGREGATIONS, Aggregation
 from pgtoolkit.losses.centering import CenteredRows, Centering
-from pgtoolkit.losses.checks import MAX_LOG_PROB, check_name, check_positive, is_finite, shown
-from pgtoolkit.losses.corrections import Correction, Factors
+from pgtoolkit.losses.checks import (
+    MAX_LOG_PROB,
+    check_name,
+    check_object,
+    check_positive,
+    check_switches,
+    is_finite,
+    shown,
+)
+from pgtoolkit.losses.corrections import CORRECTIONS, Correction, Factors
 from pgtoolkit.losses.data_faults import Data, MadeFrom
 from pgtoolkit.losses.documents import DocumentSums
+from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.losses.family import LOG_RATIO_LIMIT, Family, clamped, over_scope, scope_mean
 from pgtoolkit.losses.function import FunctionFamily, FunctionLoss
 from pgtoolkit.losses.function_values import Evaluated, check_results, evaluate
@@ -64,6 +73,8 @@ class Loss:
     measures_penalty: bool = False
 
     def __post_init__(self):
+        _check_parts(self)
+        check_switches(masks_truncated=self.masks_truncated, measures_penalty=self.measures_penalty)
         check_name("metrics", self.metrics, LEVELS)
         check_positive("temperature", self.temperature)
         if not is_finite(self.entropy_coefficient) or self.entropy_coefficient < 0:
@@ -105,6 +116,22 @@ class Loss:
         if self.metrics == "basic" and self.entropy_coefficient:
             return "with_entropy"
         return self.metrics
+
+
+def _check_parts(loss: Loss) -> None:
+    """Raise ValueError for a name, a class or another object in the place of a part of the loss."""
+    name, correction = str(loss.family), str(loss.correction)
+    family = FAMILIES[name].__name__ if name in FAMILIES else "Grpo"
+    kind = CORRECTIONS[correction].__name__ if correction in CORRECTIONS else "TokenTruncate"
+    mode = loss.aggregation if str(loss.aggregation) in AGGREGATIONS else "token_mean"
+    check_object("family", loss.family, Family, f"pgtoolkit.families.{family}()")
+    aggregation = f"pgtoolkit.losses.aggregation.aggregation_of({mode!r})"
+    check_object("aggregation", loss.aggregation, Aggregation, aggregation)
+    if loss.correction is not None:
+        use = f"pgtoolkit.corrections.{kind}()"
+        check_object("correction", loss.correction, Correction, use)
+    if loss.kl is not None:
+        check_object("kl", loss.kl, KL, "pgtoolkit.kl.KL('k3', coefficient=0.04)")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pgtoolkit.system.declared import (
     AutoOrBool,
     Declared,
     Option,
+    Settings,
     chosen,
     key,
 )
@@ -41,7 +42,7 @@ _SHARED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSettings:
+class ModelSettings(Settings):
     name: str = key(option=True, fixed=_WEIGHTS)
     fp32_lm_head: bool = key()
     compile: bool | None = key()
@@ -167,7 +168,7 @@ class HuggingFaceModelSettings(ModelSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelismSettings:
+class ParallelismSettings(Settings):
     data_parallel: int = key(
         default=1,
         help="Copies of the model, each with its share of every step's documents (>= 1).",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pgtoolkit.errors import DataError
+from pgtoolkit.losses.checks import is_finite, shown
 
 if TYPE_CHECKING:
     from pgtoolkit.document import Document
@@ -53,6 +54,12 @@ class Shape:
     reward_clip: float | None = None
     clip_low: float | None = None
     clip_high: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            may_be_none = name not in ("shift", "scale")
+            if not is_finite(value) and not (value is None and may_be_none):
+                raise ValueError(f"{name} needs a finite number (got {shown(value)})")
 
     @classmethod
     def of(cls, settings: AdvantageSettings) -> Shape:

@@ -16,6 +16,7 @@ import torch
 from pgtoolkit.completion import Prompt
 from pgtoolkit.document import Document
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
+from pgtoolkit.losses.checks import check_name, shown
 from pgtoolkit.rollouts.advantages import (
     ESTIMATORS,
     MAX_REWARD,
@@ -28,7 +29,12 @@ from pgtoolkit.rollouts.advantages import (
     over_batch,
     reward_problem,
 )
-from pgtoolkit.rollouts.settings import AdvantageSettings, RolloutSettings, Uninformative
+from pgtoolkit.rollouts.settings import (
+    AdvantageEstimator,
+    AdvantageSettings,
+    RolloutSettings,
+    Uninformative,
+)
 from pgtoolkit.system.functions import ADVANTAGE_KEYWORDS, blaming, import_function
 from pgtoolkit.system.report import refusal
 
@@ -62,6 +68,15 @@ class Estimator:
     path: str | None = None
     function: Callable[..., Iterable[Iterable[float]]] | None = field(default=None, repr=False)
     shape: Shape = field(default_factory=Shape)
+
+    def __post_init__(self) -> None:
+        check_name("estimator", self.name, tuple(AdvantageEstimator))
+        if (self.name == "custom") != callable(self.function):
+            raise ValueError(
+                "Estimator('custom', function=...) is how an estimator has a function of your own "
+                f"(got {self.name!r} with function={shown(self.function)}). Others have formulas. "
+                "Use both, or neither."
+            )
 
     @classmethod
     def of(

@@ -16,6 +16,7 @@ from pgtoolkit.system.declared import (
     Needs,
     Option,
     Refusal,
+    Settings,
     chosen,
     key,
 )
@@ -67,7 +68,7 @@ class TrainedTurns(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutSettings:
+class RolloutSettings(Settings):
     name: str = key(option=True, fixed=POSITION)
     group_size: int | None = key()
     max_completion_length: int | None = key()
@@ -273,7 +274,7 @@ class PolicyRolloutSettings(RolloutSettings):
         alters=Alters.nothing,
     )
 
-    def __post_init__(self) -> None:
+    def _unify(self) -> None:
         if self.top_p == 1:  # It is sampled from all tokens, as without it.
             object.__setattr__(self, "top_p", None)
 
@@ -397,7 +398,7 @@ _MADE_OF_REWARDS: Refusal = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdvantageSettings:
+class AdvantageSettings(Settings):
     estimator: AdvantageEstimator = key(option=True)
     path: str | None = key(
         default=None,
@@ -487,7 +488,7 @@ class LastStep(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AccumulationSettings:
+class AccumulationSettings(Settings):
     docs_per_step: int = key(
         default=64,
         help="Documents of an optimizer step, over all of its micro-batches (>= 0); 0: a step is a "
@@ -539,7 +540,7 @@ _NEEDS_TEMPERATURE: Needs = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationSettings:
+class EvaluationSettings(Settings):
     every: int = key(
         default=0,
         help="Steps between evaluations (>= 0); there are also evaluations before the first step "

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pgtoolkit.batch import Pass, Step, known_vectors
 from pgtoolkit.document import Document, cut, vectors_of_critic
 from pgtoolkit.errors import DataError
+from pgtoolkit.losses.checks import check_object, check_whole
 from pgtoolkit.ranks.agreement import check_same, failing_together
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.settings import AccumulationSettings, LastStep
@@ -79,6 +80,9 @@ class StepLoader:
     _num_left_out_in_a_row: int = 0
 
     def __post_init__(self) -> None:
+        use = "AccumulationSettings(docs_per_step=64, max_tokens=8192)"
+        check_object("accumulation", self.accumulation, AccumulationSettings, use)
+        check_whole("max_steps", self.max_steps, 0)
         # Of several ranks each reads its own share alone, and looks at outlines of all documents.
         is_alone = self.layout.size("data_parallel") == 1
         self._document_or_outline = self.source.document if is_alone else self.source.outline

@@ -13,6 +13,7 @@ from pgtoolkit.system.declared import (
     Declared,
     Needs,
     Option,
+    Settings,
     chosen,
     key,
 )
@@ -27,7 +28,7 @@ _SERVERS_TYPE: Declared = {**_SAMPLER_TYPE, **_STARTS_SERVERS}
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplerSettings:
+class SamplerSettings(Settings):
     name: str = key(option=True)
     max_sequences: int | None = key()
     dtype: NumberType = key()
@@ -217,7 +218,7 @@ class VllmSamplerSettings(SamplerSettings):
 
 
 @dataclass(frozen=True)
-class SamplingSettings:
+class SamplingSettings(Settings):
     """Holds how completions are sampled, by any sampler.
 
     max_completion_length: most tokens of a completion, its end included; None only where nothing is
@@ -228,12 +229,12 @@ class SamplingSettings:
         top_k keeps.
     """
 
-    max_completion_length: int | None
-    temperature: float = 1.0
-    top_p: float | None = None
-    stop: Sequence[str] = ()
-    keep_top: int = 0
-    top_k: int | None = None
+    max_completion_length: int | None = key(least=1, most=10**6)
+    temperature: float = key(default=1.0, least=0, most=100)
+    top_p: float | None = key(default=None, least=1e-6, most=1)
+    stop: Sequence[str] = key(default=())
+    keep_top: int = key(default=0, least=0, most=1024)
+    top_k: int | None = key(default=None, least=1, most=10**6)
 
     @property
     def is_truncated(self) -> bool:

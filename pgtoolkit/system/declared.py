@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, Literal, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from enum import EnumMeta, StrEnum
+from typing import Any, Literal, Self, TypedDict, get_args, get_origin, get_type_hints
+
+from pgtoolkit.losses.checks import shown
+from pgtoolkit.system.report import is_number, is_whole, text
 
 Dictionary = dict[str, Any]
 """The value of a free-form key: the user's own names, and values of any type that YAML has."""
@@ -134,7 +137,7 @@ class Option:
     changes: the values that differ from those, by key.
     """
 
-    schema: type
+    schema: type[Settings]
     help: str
     base: str = ""
     changes: Mapping[str, object] = field(default_factory=dict)
@@ -209,3 +212,122 @@ def group(*, default: str, help: str, **declared: object) -> Any:
     declared: attributes of `Key`, for those keys of the group that do not declare them.
     """
     return field(metadata={"group": Group(default, help), **declared})
+
+
+def _is_list_of(kind: type, value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
+
+
+def _is_sequence_of_texts(value: object) -> bool:
+    is_sequence = isinstance(value, list | tuple)
+    return is_sequence and all(isinstance(entry, str) for entry in value)
+
+
+TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "int": ("a whole number", is_whole),
+    "float": ("a number", is_number),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "AutoOrBool": ("auto, true or false", lambda value: value == "auto" or isinstance(value, bool)),
+    "str": ("text", lambda value: isinstance(value, str)),
+    "Dictionary": ("a dictionary", lambda value: isinstance(value, dict)),
+    "list[str]": ("a list of texts", lambda value: _is_list_of(str, value)),
+    "list[int]": ("a list of whole numbers", lambda value: _is_list_of(int, value)),
+    "Sequence[str]": ("a list of texts", _is_sequence_of_texts),
+}
+"""Annotation of a key -> (the type in words, the test whether a value has it)."""
+
+_IN_PYTHON = {"bool": "True or False", "AutoOrBool": "'auto', True or False"}
+"""The types whose words are others in Python than in YAML."""
+
+
+def names_of(annotation: object) -> tuple[str, ...]:
+    """Return the values of the enumeration in an annotation; empty where there is none."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, EnumMeta) and issubclass(kind, StrEnum):
+            return tuple(kind)
+    return ()
+
+
+def fits(
+    annotation: str, names: Sequence[str], range: tuple[float, float] | None, value: object
+) -> bool:
+    """Return whether a key takes a value. names, range: see `Key`."""
+    kind, _, optional = annotation.partition(" | ")
+    if value is None:
+        return bool(optional)
+    if not (value in names if names else TYPES[kind][1](value)):
+        return False
+    if range is None:
+        return True
+    assert isinstance(value, int | float)  # since keys of other types have no range
+    return range[0] <= value <= range[1]
+
+
+@functools.cache
+def _names_by_field(settings: type) -> dict[str, tuple[str, ...]]:
+    """Return the names that the value of each field is one of; empty for another type."""
+    return {
+        name: get_args(hint) if get_origin(hint) is Literal else names_of(hint)
+        for name, hint in get_type_hints(settings).items()
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The base class of a part's settings, which refuse values that their keys do not take.
+
+    A configuration makes them by `unchecked`, since it refuses all of its values together.
+    """
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value of another type, or beyond its range or its names.
+
+        A name that is given as a text becomes the entry of its enumeration.
+        """
+        for each in fields(self):
+            value = getattr(self, each.name)
+            names = _names_by_field(type(self))[each.name]
+            if value is None and "default_if" in each.metadata:
+                continue  # another key decides on the default
+            if not fits(str(each.type), names, each.metadata.get("range"), value):
+                raise ValueError(_refused(type(self).__name__, each, names, value))
+            if value in names:
+                object.__setattr__(self, each.name, names[names.index(value)])
+        self._unify()
+
+    def _unify(self) -> None:
+        """Give values that mean the same one form."""
+
+    @classmethod
+    def unchecked(cls, values: Mapping[str, object]) -> Self:
+        """Return settings of these values, whatever they are. values: of every key."""
+        settings = object.__new__(cls)
+        for each in fields(cls):
+            object.__setattr__(settings, each.name, values[each.name])
+        settings._unify()
+        return settings
+
+
+def _refused(settings: str, declared: Field, names: Sequence[str], value: object) -> str:
+    """Return the refusal of a value in Python, with what to type there."""
+    kind, _, optional = str(declared.type).partition(" | ")
+    needs = f"one of {', '.join(repr(str(name)) for name in names)}"
+    if not names:
+        needs = _IN_PYTHON.get(kind, TYPES[kind][0])
+    range = declared.metadata.get("range")
+    if range:
+        needs += f" from {text(range[0])} to {text(range[1])}"
+    if optional:
+        needs += " or None"
+    message = f"{settings}({declared.name}={shown(value)}) needs {needs} (got {shown(value)})."
+    # The end of many a help says what YAML's null means.
+    reason = declared.metadata.get("help", "").partition("; null")[0].rstrip(".")
+    if reason:
+        message += f" {reason}."
+    default = declared.default
+    if default is MISSING and declared.default_factory is not MISSING:
+        default = declared.default_factory()
+    if default is not MISSING:
+        shown_default = str(default) if isinstance(default, StrEnum) else default
+        message += f" Use {declared.name}={shown_default!r}, the default."
+    return message

@@ -15,6 +15,7 @@ from pgtoolkit.system.declared import (
     Needs,
     Option,
     Refusal,
+    Settings,
     chosen,
     key,
 )
@@ -72,7 +73,7 @@ def is_data_set_name(path: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskSettings:
+class TaskSettings(Settings):
     name: str = key(option=True)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pgtoolkit.system.declared import (
     Needs,
     Option,
+    Settings,
     key,
 )
 
@@ -17,7 +18,7 @@ _NEEDS_PROJECT: Needs = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrackingSettings:
+class TrackingSettings(Settings):
     name: str = key(option=True)
     also: list[str] = key(
         default=[],

@@ -15,6 +15,7 @@ from pgtoolkit.system.declared import (
     Dictionary,
     Needs,
     Option,
+    Settings,
     chosen,
     key,
 )
@@ -47,7 +48,7 @@ class KLPlace(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossSettings:
+class LossSettings(Settings):
     name: str = key(option=True)
     num_splits: int = key(
         default=1,
@@ -79,7 +80,7 @@ class CustomLossSettings(LossSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AggregationSettings:
+class AggregationSettings(Settings):
     mode: AggregationMode = key(option=True)
     divisor: float | None = key(
         default=None,
@@ -99,12 +100,12 @@ class AggregationSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorrectionSettings:
+class CorrectionSettings(Settings):
     name: str = key(option=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLSettings:
+class KLSettings(Settings):
     kind: KLKind = key(option=True)
     coefficient: float | None = key(
         default=None,
@@ -218,7 +219,7 @@ class KLSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EntropySettings:
+class EntropySettings(Settings):
     coefficient: float = key(
         default=0.0,
         help="Factor of the bonus, whose tokens have the weights of the aggregation (0 to 1000); "
@@ -238,12 +239,12 @@ class EntropySettings:
         added=True,
     )
 
-    def __post_init__(self) -> None:
+    def _unify(self) -> None:
         if self.top_fraction == 1:  # All tokens are kept, as without it.
             object.__setattr__(self, "top_fraction", None)
 
 
-def _schema_of(kind: type, base: type) -> type:
+def _schema_of(kind: type, base: type[Settings]) -> type[Settings]:
     """Return a dataclass of a family's or correction's keys: those of `base` and its parameters."""
     parameters = [
         (
@@ -267,7 +268,7 @@ def _schema_of(kind: type, base: type) -> type:
     return schema
 
 
-def _option_of(kind: type, base: type) -> Option:
+def _option_of(kind: type, base: type[Settings]) -> Option:
     """Return the option of a family or correction, with the first paragraph of its docstring as
     its meaning."""
     paragraph = (kind.__doc__ or "").partition("\n\n")[0]

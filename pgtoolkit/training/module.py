@@ -21,10 +21,12 @@ from pgtoolkit.kernels.losses import (
     loss_of_hidden,
 )
 from pgtoolkit.losses.adaptive_kl import AdaptiveKL
+from pgtoolkit.losses.checks import check_object, check_whole
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.kl import REWARD_KINDS
 from pgtoolkit.losses.objective import Loss
+from pgtoolkit.losses.top_entropy import check_fraction
 from pgtoolkit.losses.trial import check_on_step, has_own_code
 from pgtoolkit.model import rowwise
 from pgtoolkit.model.attention import local_tokens
@@ -83,7 +85,7 @@ class PolicyGradientModule(DynamicAccumulation):
     max_bad_steps: consecutive steps with a loss or gradient that is not finite that end the run.
     reference_every: updates between moves of the reference towards the policy; None: it stays.
         Where each batch has several passes, a move waits for the last step of the last one.
-    reference_rate: how far it moves, 0 to 1.
+    reference_rate: how far it moves, above 0 and at most 1.
     reference_is_due: whether the reference is to move once its batch has been trained.
     Attributes that may be set afterwards:
     evaluator: measures the policy on held-out prompts; None: the run is not evaluated.
@@ -123,6 +125,14 @@ class PolicyGradientModule(DynamicAccumulation):
         reference_every: int | None = None,
         reference_rate: float = 1.0,
     ):
+        check_object("loss", loss, Loss, "Loss(Grpo(), aggregation_of('token_mean'))")
+        check_object("computation", computation, Computation, "Computation(check_finite=False)")
+        use = "OptimizerSettings(learning_rate=1e-6)"
+        check_object("optimizer", optimizer, OptimizerSettings, use)
+        check_whole("max_steps", max_steps, 1)
+        if reference_every is not None:
+            check_whole("reference_every", reference_every, 1)
+        check_fraction("reference_rate", reference_rate)
         super().__init__(layout, optimizer.max_grad_norm, max_bad_steps)
         self.policy = policy
         self.model = policy.model  # as an attribute, so that Lightning moves it to the device

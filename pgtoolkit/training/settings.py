@@ -13,6 +13,7 @@ from pgtoolkit.system.declared import (
     Dictionary,
     Option,
     Refusal,
+    Settings,
     key,
 )
 
@@ -31,12 +32,12 @@ class KernelImplementation(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetricsSettings:
+class MetricsSettings(Settings):
     level: MetricsLevel = key(option=True, machine=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelSettings:
+class KernelSettings(Settings):
     implementation: KernelImplementation = key(option=True, machine=True)
     logits_memory_mb: int | None = key(
         default=None,
@@ -54,7 +55,7 @@ class KernelSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticSettings:
+class CriticSettings(Settings):
     path: str | None = key(
         default=None,
         help="The model with whose body the critic starts: a folder or a name on the Hugging Face "
@@ -114,7 +115,7 @@ class Device(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
+class OptimizerSettings(Settings):
     name: OptimizerName = key(
         default=OptimizerName.adamw,
         option=True,
@@ -208,7 +209,7 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerSettings:
+class TrainerSettings(Settings):
     max_steps: int = key(
         default=300,
         help="Optimizer steps of the run (>= 1); it has fewer if the data ends earlier.",
@@ -285,7 +286,7 @@ class TrainerSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallbacksSettings:
+class CallbacksSettings(Settings):
     own: Dictionary = key(
         default={},
         help="Name -> `path`, the dotted path of a class of a callback, logger or profiler of "

@@ -1,0 +1,140 @@
+"""Settings that are made in Python, and other parts, refuse values that they do not take, with what
+to type there."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import MISSING, fields
+
+import pytest
+
+from pgtoolkit.config.schema import SCHEMAS
+from pgtoolkit.kernels.losses import Computation
+from pgtoolkit.losses.adaptive_kl import AdaptiveKL
+from pgtoolkit.losses.aggregation import aggregation_of
+from pgtoolkit.losses.families import Grpo
+from pgtoolkit.losses.objective import Loss
+from pgtoolkit.rollouts.advantages import Shape
+from pgtoolkit.rollouts.estimator import Estimator
+from pgtoolkit.rollouts.settings import (
+    AdvantageSettings,
+    EvaluationSettings,
+    PolicyRolloutSettings,
+)
+from pgtoolkit.sampling.settings import SamplingSettings, TransformersSamplerSettings
+from pgtoolkit.training.settings import OptimizerName, OptimizerSettings
+
+CLASSES = sorted({*SCHEMAS.values(), SamplingSettings}, key=lambda schema: schema.__name__)
+GIVEN = {
+    "learning_rate": 1e-3,
+    "max_completion_length": 7,
+    "max_tokens": 64,
+    "answer_seconds": 60,
+    "path": "folder/file",
+    "dataset": "chain_sum",
+    "environment": "my_module.Environment",
+    "estimator": "grpo",
+    "mode": "token_mean",
+    "kind": "k3",
+    "level": "basic",
+    "implementation": "torch",
+    "name": "none",
+}
+"""A value of each key that has no default in Python."""
+
+WRONG = {
+    "int": [-1, 2.5, "3", True, math.nan],
+    "float": [-1e30, "3", True, math.nan],
+    "bool": ["yes", 1],
+    "AutoOrBool": ["yes", 1, None],
+    "str": [3, ["a"]],
+    "Dictionary": ["a", [("a", 1)]],
+    "list[str]": ["a", [1]],
+    "list[int]": [0, ["a"]],
+    "Sequence[str]": ["ab", [1]],
+}
+"""Values that no key of a type takes, by its annotation; of others, a name that none has."""
+
+
+def required(schema: type) -> dict[str, object]:
+    """Return a value of each key that has to be given."""
+    return {
+        field.name: GIVEN[field.name]
+        for field in fields(schema)
+        if field.default is MISSING and field.default_factory is MISSING
+    }
+
+
+@pytest.mark.parametrize("schema", CLASSES, ids=lambda schema: schema.__name__)
+def test_every_key_refuses_values_of_another_type_or_range_in_python(schema):
+    schema(**required(schema))
+    for field in fields(schema):
+        kind, _, optional = str(field.type).partition(" | ")
+        wrong = WRONG.get(kind, ["xyz", 0])
+        if not optional and "default_if" not in field.metadata:
+            wrong = [*wrong, None]
+        for value in wrong:
+            named = re.escape(f"{schema.__name__}({field.name}=")
+            with pytest.raises(ValueError, match=f"^{named}") as raised:
+                schema(**required(schema) | {field.name: value})
+            assert f"(got {value!r})" in str(raised.value)
+
+
+REFUSED = [
+    (
+        lambda: OptimizerSettings(learning_rate=1e-3, name="adam"),
+        "OptimizerSettings(name='adam') needs one of 'adamw', 'muon', 'custom' (got 'adam'). Use "
+        "name='adamw', the default.",
+    ),
+    (
+        lambda: OptimizerSettings(learning_rate=1e-3, warmup_steps=-3),
+        "OptimizerSettings(warmup_steps=-3) needs a whole number from 0 to 1000000000 (got -3). "
+        "Steps over which the learning rate rises linearly from 0 (>= 0). Use warmup_steps=10, the "
+        "default.",
+    ),
+    (
+        lambda: TransformersSamplerSettings(gpus=1),
+        "TransformersSamplerSettings(gpus=1) needs a list of whole numbers or None (got 1).",
+    ),
+    (lambda: Loss("grpo", aggregation_of("token_mean")), "Use pgtoolkit.families.Grpo()"),
+    (lambda: Loss(Grpo, aggregation_of("token_mean")), "Use family=Grpo()"),
+    (lambda: Loss(Grpo(), "constant"), "aggregation.aggregation_of('constant')"),
+    (
+        lambda: Loss(Grpo(), aggregation_of("token_mean"), correction="token_mask"),
+        "correction needs a Correction (got 'token_mask'). Use pgtoolkit.corrections.TokenMask()",
+    ),
+    (
+        lambda: Loss(Grpo(), aggregation_of("token_mean"), kl="k3"),
+        "kl needs a KL (got 'k3'). Use pgtoolkit.kl.KL('k3', coefficient=0.04)",
+    ),
+    (
+        lambda: Loss(Grpo(), aggregation_of("token_mean"), masks_truncated="no"),
+        "masks_truncated needs True or False (got 'no')",
+    ),
+    (lambda: Computation("tritn"), "impl='tritn' is unknown; choose one of auto, fused_linear"),
+    (lambda: Computation(num_splits=0), "num_splits needs a whole number >= 1 (got 0)"),
+    (lambda: Estimator("grppo"), "estimator='grppo' is unknown; choose one of grpo, dr_grpo"),
+    (lambda: Estimator("custom"), "function=..."),
+    (lambda: Shape(scale=math.nan), "scale needs a finite number (got nan)"),
+    (lambda: AdaptiveKL(-1.0, 100, 0.1), "target needs a finite number > 0 (got -1.0)"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), REFUSED)
+def test_a_part_refuses_what_it_does_not_take_with_what_to_type(make, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        make()
+
+
+def test_a_name_as_a_text_is_the_entry_of_its_enumeration():
+    settings = OptimizerSettings(learning_rate=1e-3, name="muon")
+    assert settings.name is OptimizerName.muon
+    rollout = PolicyRolloutSettings(max_completion_length=7, truncated="mask")
+    estimator = Estimator.of(AdvantageSettings(estimator="grpo"), rollout)
+    assert estimator == Estimator("grpo")
+
+
+def test_numbers_that_mean_the_same_have_one_form():
+    assert PolicyRolloutSettings(max_completion_length=7, top_p=1).top_p is None
+    assert EvaluationSettings(top_p=1).top_p == 1  # beside a top_p of the rollouts
