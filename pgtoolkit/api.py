@@ -102,7 +102,7 @@ def _of_the_loss(function: str, loss: object, value: object) -> str:
 def policy_loss(
     logits: Tensor,
     labels: Array,
-    old_log_probs: Array,
+    old_log_probs: Array | None,
     advantages: Array,
     document_index: Array,
     *,
@@ -147,7 +147,8 @@ def policy_loss(
     labels: (T,) int64, the token that the logits at each position predict, negative where not
         trained: labels[t] is token t + 1 of the document, not token t. `from_padded` makes all
         of these vectors from (B, T).
-    old_log_probs, advantages: (T,) floating, of that same token, read only where trained.
+    old_log_probs, advantages: (T,) floating, of that same token, read only where trained. A loss
+        and metrics that read no old log-probs, as "reinforce" does not, take None.
     document_index: (T,) int64, 0-based.
 
     loss: the name of a family (a key of pgtoolkit.families.FAMILIES) with the values of its paper,
@@ -247,6 +248,7 @@ def policy_loss(
     check_name("impl", impl, ("auto", *IMPLEMENTATIONS, "reference"))
     check_switches(check_finite=check_finite, overwrite_logits=overwrite_logits)
     arguments.check_rewards(definition, rewards)
+    arguments.check_coefficients(definition, coefficients)
     arguments.check_rows("logits", logits)
     if ref_logits is not None:
         shape = tuple(logits.shape)
@@ -254,6 +256,7 @@ def policy_loss(
             "ref_logits", ref_logits, logits, shape, f"the shape of logits, {shape}"
         )
     arguments.check_ranks(ranks, impl, num_documents)
+    old_log_probs = arguments.old_or_zeros(definition, old_log_probs, logits)
     vectors = labels, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     top = arguments.check_top(definition, sampling_top_ids, sampling_top_log_probs)
     tokens = arguments.tokens_of(
@@ -276,7 +279,7 @@ def linear_policy_loss(
     hidden: Tensor,
     lm_head_weight: Tensor,
     labels: Array,
-    old_log_probs: Array,
+    old_log_probs: Array | None,
     advantages: Array,
     document_index: Array,
     *,
@@ -377,6 +380,7 @@ def linear_policy_loss(
     check_name("impl", impl, ("auto", "fused_linear", *IMPLEMENTATIONS, "reference"))
     check_switches(check_finite=check_finite, fp32_logits=fp32_logits)
     arguments.check_rewards(definition, rewards)
+    arguments.check_coefficients(definition, coefficients)
     reference = None
     if ref_hidden is not None:
         assert ref_lm_head_weight is not None
@@ -386,6 +390,7 @@ def linear_policy_loss(
     arguments.check_rows("hidden", hidden)
     arguments.check_head(hidden, head, definition, method)
     arguments.check_ranks(ranks, impl, num_documents)
+    old_log_probs = arguments.old_or_zeros(definition, old_log_probs, hidden)
     vectors = labels, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     top = arguments.check_top(definition, sampling_top_ids, sampling_top_log_probs)
     indices = group_index, trajectory_index
@@ -407,7 +412,7 @@ def linear_policy_loss(
 @_refusing_others
 def log_prob_loss(
     log_probs: Tensor,
-    old_log_probs: Array,
+    old_log_probs: Array | None,
     advantages: Array,
     document_index: Array,
     mask: Array,
@@ -449,6 +454,8 @@ def log_prob_loss(
     )
     check_switches(check_finite=check_finite)
     arguments.check_rewards(definition, rewards)
+    arguments.check_coefficients(definition, coefficients)
+    old_log_probs = arguments.old_or_zeros(definition, old_log_probs, log_probs)
     vectors = old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     indices = group_index, trajectory_index
     tokens = _tokens_of_log_probs(
@@ -481,7 +488,7 @@ class StepCoefficients(NamedTuple):
 @_refusing_others
 def step_coefficients(
     log_probs: Tensor,
-    old_log_probs: Array,
+    old_log_probs: Array | None,
     advantages: Array,
     document_index: Array,
     mask: Array,
@@ -532,6 +539,7 @@ def step_coefficients(
     )
     check_switches(check_finite=check_finite)
     arguments.check_rewards(definition, rewards)
+    old_log_probs = arguments.old_or_zeros(definition, old_log_probs, log_probs)
     vectors = old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     tokens = _tokens_of_log_probs(
         log_probs,

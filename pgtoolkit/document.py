@@ -287,8 +287,9 @@ def cut(
         if document.num_tokens > max_tokens:
             raise DataError(
                 f"{document.name} has {document.num_tokens} tokens and does not fit a micro-batch "
-                f"of {max_tokens}. Documents are never split. Use "
-                f"accumulation.max_tokens={document.num_tokens} or more."
+                f"of max_tokens={max_tokens}. Documents are never split. Use "
+                f"accumulation.max_tokens={document.num_tokens} or more, in Python "
+                f"max_tokens={document.num_tokens}."
             )
     rooms = Rooms.of(documents, shares)
     return [[documents[place] for place in part] for part in rooms.parts(max_tokens)]

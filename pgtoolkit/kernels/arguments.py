@@ -19,7 +19,7 @@ from pgtoolkit.losses.checks import (
 )
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.function import FunctionFamily
-from pgtoolkit.losses.kl import FULL_KINDS, KL
+from pgtoolkit.losses.kl import FULL_KINDS
 from pgtoolkit.losses.objective import Loss
 
 _NEEDED = ("labels", "old_log_probs", "advantages", "document_index")
@@ -131,6 +131,39 @@ def check_rewards(loss: Loss, rewards: Array | None) -> None:
         )
 
 
+def check_coefficients(loss: Loss, coefficients: Array | None) -> None:
+    """Raise ValueError for coefficients of a loss that needs no first pass over the step."""
+    family = loss.family
+    needs_step = isinstance(family, FunctionFamily) and family.level == "step"
+    if coefficients is not None and not needs_step:
+        raise ValueError(
+            "coefficients need a loss that depends on other documents of the step (got loss="
+            f"{family.name!r}, which does not). They would take its place, and its value be 0. "
+            "Leave them out, or use factors= to multiply the loss of each token"
+        )
+
+
+def old_or_zeros(loss: Loss, old_log_probs: Array | None, rows: Tensor) -> Array | None:
+    """Return the old log-probs; zeros where there are none, and nothing reads them.
+
+    Raises ValueError where something does.
+    """
+    if old_log_probs is not None:
+        return old_log_probs
+    if loss.reads_old_log_probs:
+        raise ValueError(
+            "old_log_probs needs the log-probs of the labels under the policy that sampled (got "
+            "None), with which the loss compares the new ones. On the policy's own samples use the "
+            "new ones, detached; loss='reinforce' without a correction reads none"
+        )
+    if loss.metrics != "none":
+        raise ValueError(
+            f"old_log_probs=None needs metrics='none' (got {loss.metrics!r}): ratios and clips are "
+            "measured against them. Use metrics='none', or give them"
+        )
+    return rows.new_zeros(len(rows)) if isinstance(rows, Tensor) and rows.dim() else None
+
+
 def check_sampling(loss: Loss, sampling_log_probs: Array | None) -> None:
     """Raise ValueError for log-probs of the sampler that have no effect."""
     has_effect = loss.correction is not None or loss.metrics != "none"
@@ -154,11 +187,6 @@ def check_reference(loss: Loss, ref_log_probs: Array | None, **of_rows: Tensor |
         be missing.
     """
     kl = loss.kl
-    if kl is not None and not isinstance(kl, KL):
-        raise ValueError(
-            "kl needs a pgtoolkit.kl.KL, such as KL('k3', coefficient=0.05), or None (got "
-            f"{shown(kl)})"
-        )
     present = [name for name, tensor in of_rows.items() if tensor is not None]
     full = kl is not None and kl.full
     needed = [name for name in of_rows if name != "ref_bias"]
@@ -395,14 +423,15 @@ def check_totals(
     of_documents: by name, the indices of OF_DOCUMENTS that are present.
     The values of tensors are read on a CPU only: reading them from a GPU costs a synchronisation.
     """
-    trajectories = of_documents.get("trajectory_index")
-    if trajectories is not None and not trajectories.is_cuda and num_documents:
-        smallest = int(trajectories.min())
+    for key, index in of_documents.items():
+        smallest = 0 if index.is_cuda or not num_documents else int(index.min())
         if smallest < 0:
+            unit = "trajectory" if key == "trajectory_index" else "group"
             raise ValueError(
-                f"trajectory_index needs numbers from 0 on (got {smallest}). Documents that share "
-                "one are one trajectory; give a document that is one by itself a number of its own"
+                f"{key} needs numbers from 0 on (got {smallest}). Documents that share one are one "
+                f"{unit}; give a document that is one by itself a number of its own"
             )
+    trajectories = of_documents.get("trajectory_index")
     if totals is None:
         return
     if not isinstance(totals, StepTotals):

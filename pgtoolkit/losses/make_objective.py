@@ -317,17 +317,19 @@ def _check_centering(tokens: Tokens, loss: Loss) -> None:
 
 def _check_groups(tokens: Tokens, totals: StepTotals | None, loss: Loss) -> None:
     """Raise ValueError where the aggregation needs the groups of documents and has none."""
-    has_groups = tokens.group_index is not None and (
-        totals is None or totals.tokens_per_group is not None
-    )
+    counts_groups = totals is None or totals.tokens_per_group is not None
     aggregation = loss.aggregation
     name = f"aggregation={aggregation.name!r}"
     if aggregation.by_sign and isinstance(aggregation, Custom):
         name = "a reducer that asks for totals by sign"
-    if (aggregation.needs_groups or aggregation.by_sign) and not has_groups:
-        raise ValueError(
-            f"{name} needs group_index, each document's group (and totals that count groups)"
-        )
+    if aggregation.needs_groups or aggregation.by_sign:
+        if tokens.group_index is None:
+            raise ValueError(f"{name} needs group_index, each document's group (got None)")
+        if not counts_groups:
+            raise ValueError(
+                f"{name} needs totals that count groups: num_groups and tokens_per_group (got None "
+                "of them, beside group_index)"
+            )
     if aggregation.by_sign and tokens.trajectory_index is not None:
         raise ValueError(
             f"{name} counts completions, and does not know trajectories of several documents (got "

@@ -130,8 +130,11 @@ def _check_parts(loss: Loss) -> None:
     if loss.correction is not None:
         use = f"pgtoolkit.corrections.{kind}()"
         check_object("correction", loss.correction, Correction, use)
-    if loss.kl is not None:
-        check_object("kl", loss.kl, KL, "pgtoolkit.kl.KL('k3', coefficient=0.04)")
+    if loss.kl is not None and not isinstance(loss.kl, KL):
+        raise ValueError(
+            "kl needs a pgtoolkit.kl.KL, such as KL('k3', coefficient=0.05), or None (got "
+            f"{shown(loss.kl)})"
+        )
 
 
 @dataclass(frozen=True)

@@ -388,6 +388,13 @@ class DynamicAccumulation(lightning.LightningModule):
         The metrics reach callbacks as `trainer.callback_metrics`, the Trainer's loggers, and
         `Callback.on_train_batch_end` under the key "metrics".
         """
+        if not isinstance(step, Step):
+            raise ValueError(
+                f"{type(self).__name__} needs a Step as a batch (got a {type(step).__name__}). "
+                "Only a step has its totals. Use DataLoader(documents, batch_size=..., "
+                "collate_fn=lambda batch: make_step(batch, max_tokens)), with make_step of "
+                "pgtoolkit.rollouts.steps."
+            )
         if batch_index == 0:
             self.updates_in_epoch = 0
         updates_before = self.num_updates

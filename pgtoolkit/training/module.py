@@ -110,6 +110,7 @@ class PolicyGradientModule(DynamicAccumulation):
     shape: Shape = Shape()
     sampling: SamplingSettings | None = None
     keeps_layers: KeepsByMemory | None = None
+    _schedule: LearningRate | None = None
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class PolicyGradientModule(DynamicAccumulation):
         steps: of the whole run.
         """
         schedule = self._optimizer_settings.schedule
-        if schedule == Schedule.constant or steps == self.max_steps:
+        if self._has_own_optimizer() or schedule == Schedule.constant or steps == self.max_steps:
             return
         later = "Later steps would have the least rate"
         reason = later if steps > self.max_steps else "The rate would not come down"
@@ -182,6 +183,11 @@ class PolicyGradientModule(DynamicAccumulation):
     def configure_optimizers(
         self,
     ) -> tuple[list[torch.optim.Optimizer], list[dict[str, object]]]:
+        """Return the optimizer of the settings, and the schedule of its rate.
+
+        A subclass may return an optimizer of its own, with schedulers or without, as to Lightning.
+        Of the settings only max_grad_norm then has an effect, and the others have for a critic.
+        """
         if self.critic is not None:
             self.critic.make_optimizer()
         optimizer = make_optimizer(self.model, self._optimizer_settings)
@@ -191,22 +197,40 @@ class PolicyGradientModule(DynamicAccumulation):
         self._schedule = LearningRate(optimizer, self._optimizer_settings, updates)
         return [optimizer], [{"scheduler": self._schedule, "interval": "step"}]
 
+    def _has_own_optimizer(self) -> bool:
+        """Return whether a subclass has a `configure_optimizers` of its own."""
+        own = type(self).configure_optimizers
+        return own is not PolicyGradientModule.configure_optimizers
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        if self.critic is not None and not hasattr(self.critic, "optimizer"):
+            self.critic.make_optimizer()
+
     def _check_schedulers(self) -> None:
         """Raise ConfigError for a scheduler other than the one of the settings, which sets the rate
-        of each update."""
+        of each update; of an optimizer of a subclass, ValueError for one that cannot be stepped."""
+        if self._schedule is not None and self._schedule.optimizer not in self.trainer.optimizers:
+            self._schedule = None  # of a subclass that calls this method for the critic's optimizer
+        if self._schedule is None:
+            super()._check_schedulers()
+            return
         for config in self.trainer.lr_scheduler_configs:
             if config.scheduler is not self._schedule:
                 name = type(config.scheduler).__name__
                 raise ConfigError(_sets_the_rate(name, "no scheduler of your own"))
 
     def _check_callback(self, callback: lightning.Callback) -> None:
-        if isinstance(callback, callbacks.StochasticWeightAveraging):
+        is_averaging = isinstance(callback, callbacks.StochasticWeightAveraging)
+        if is_averaging and not self._has_own_optimizer():
             name = type(callback).__name__
             raise ConfigError(_sets_the_rate(name, f"a Trainer without {name}"))
         super()._check_callback(callback)
 
     def _step_schedulers(self, counts: dict[str, int]) -> None:
-        pass  # `before_update` sets the rate, by the number of the update.
+        if self._schedule is None:
+            super()._step_schedulers(counts)
+        # Else `before_update` sets the rate, by the number of the update.
 
     def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Keep the parts that the Trainer does not know in its checkpoint."""
@@ -446,6 +470,8 @@ class PolicyGradientModule(DynamicAccumulation):
         return critic.gradient(step.micro_batches, step.totals, self.max_grad_norm)
 
     def before_update(self) -> dict[str, float]:
+        if self._schedule is None:
+            return {"learning_rate": float(self.optimizer.param_groups[0]["lr"])}
         schedule = self._optimizer_settings.schedule
         if self.num_updates == self.max_steps and schedule != Schedule.constant:
             log.warning(

@@ -351,3 +351,50 @@ def test_the_result_of_a_call_shows_its_loss_and_its_metrics():
 def test_a_class_in_the_place_of_an_object_is_refused_with_the_object(options, message):
     with pytest.raises(ValueError, match=message):
         policy_loss(**CALL, **options)
+
+
+def test_a_loss_that_reads_no_old_log_probs_takes_none():
+    rows = CASE.labels >= 0
+    new = CASE.logits.log_softmax(-1)[rows, CASE.labels[rows]]
+    expected = -(CASE.advantages[rows] * new).mean()
+    given = CALL | {"old_log_probs": None, "aggregation": "token_mean"}
+    for options in ({}, {"impl": "reference"}):
+        out = policy_loss(**given, loss="reinforce", **options)
+        torch.testing.assert_close(out.loss, expected, check_dtype=False)
+    with pytest.raises(ValueError, match=r"old_log_probs needs the log-probs .*\(got None\)"):
+        policy_loss(**given, loss="grpo")
+    with pytest.raises(ValueError, match=r"old_log_probs=None needs metrics='none' \(got 'basic'"):
+        policy_loss(**given, loss="reinforce", metrics="basic")
+
+
+COUNTED = {"num_documents": 6, "num_tokens": 99, "num_empty_documents": 0}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"coefficients": torch.zeros(T)},
+            r"coefficients need a loss that depends on other documents .*\(got loss='grpo', which",
+        ),
+        (
+            {"aggregation": "prompt_mean", "group_index": [-1, 0, 0, 0, 0, 0]},
+            r"group_index needs numbers from 0 on \(got -1\)",
+        ),
+        (
+            {"aggregation": "prompt_mean"},
+            r"aggregation='prompt_mean' needs group_index, each document's group \(got None\)",
+        ),
+        (
+            {
+                "aggregation": "prompt_mean",
+                "group_index": [0] * 6,
+                "totals": StepTotals(**COUNTED),
+            },
+            r"needs totals that count groups: num_groups and tokens_per_group \(got None",
+        ),
+    ],
+)
+def test_what_would_silently_be_another_loss_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        policy_loss(**CALL, loss="grpo", **options)

@@ -106,7 +106,7 @@ REFUSED = [
     ),
     (
         lambda: Loss(Grpo(), aggregation_of("token_mean"), kl="k3"),
-        "kl needs a KL (got 'k3'). Use pgtoolkit.kl.KL('k3', coefficient=0.04)",
+        "kl needs a pgtoolkit.kl.KL, such as KL('k3', coefficient=0.05), or None (got 'k3')",
     ),
     (
         lambda: Loss(Grpo(), aggregation_of("token_mean"), masks_truncated="no"),

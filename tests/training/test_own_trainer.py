@@ -35,12 +35,16 @@ QUIET = {
 
 
 def make_module(
-    max_steps: int = 1, kl: KL | None = None, metrics: str = "basic", **options: Any
+    max_steps: int = 1,
+    kl: KL | None = None,
+    metrics: str = "basic",
+    kind: type[PolicyGradientModule] = PolicyGradientModule,
+    **options: Any,
 ) -> PolicyGradientModule:
     policy = build_policy(TinyModelSettings(), alphabet="0123456789=", on_gpu=False)
     loss = Loss(Grpo(), aggregation_of("token_mean"), metrics=metrics, kl=kl)
     optimizer = OptimizerSettings(learning_rate=1e-3, warmup_steps=0, schedule=Schedule.linear)
-    return PolicyGradientModule(
+    return kind(
         policy, loss, Computation(check_finite=False), optimizer, max_steps=max_steps, **options
     )
 
@@ -222,3 +226,58 @@ def test_a_scheduler_beside_that_of_the_settings_is_refused():
     module.configure_optimizers = with_another
     with pytest.raises(ConfigError, match=r"no scheduler of your own \(got StepLR\)"):
         lightning.Trainer(max_steps=1, logger=False, **QUIET).fit(module, steps())
+
+
+class OwnOptimizer(PolicyGradientModule):
+    """Has an optimizer of its own, and perhaps the schedule of the rates that it keeps."""
+
+    scheduled = False
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.rates: list[float] = []
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        if not self.scheduled:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def before_update(self):
+        metrics = super().before_update()
+        self.rates.append(metrics["learning_rate"])
+        return metrics
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("scheduled", "rates"), [(False, [0.5, 0.5]), (True, [0.5, 0.05])])
+def test_a_subclass_trains_with_an_optimizer_of_its_own(scheduled, rates):
+    module = make_module(2, kind=OwnOptimizer)
+    module.scheduled = scheduled
+    body = build_policy(TinyModelSettings(), alphabet="0123456789=", on_gpu=False)
+    module.add_critic(with_value_head(body), CriticSettings(learning_rate=1e-2))
+    lightning.Trainer(max_steps=2, logger=False, **QUIET).fit(module, steps())
+    assert module.rates == pytest.approx(rates)
+    assert module.num_updates == module.critic.num_updates == 2
+
+
+def test_a_batch_that_is_no_step_is_refused_with_what_collates_one():
+    module = make_module()
+    loader = torch.utils.data.DataLoader(steps().dataset, batch_size=2, collate_fn=list)
+    with pytest.raises(ValueError, match=r"needs a Step as a batch \(got a list\).* make_step\("):
+        lightning.Trainer(max_steps=1, logger=False, **QUIET).fit(module, loader)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_steps": 0}, r"max_steps needs a whole number >= 1 \(got 0\)"),
+        ({"max_bad_steps": 0}, "max_bad_steps needs a whole number >= 1"),
+        ({"reference_every": 0}, "reference_every needs a whole number >= 1"),
+        ({"reference_rate": 2.0}, "reference_rate needs a number above 0 and at most 1"),
+    ],
+)
+def test_a_module_refuses_numbers_that_it_cannot_train_with(options, words):
+    with pytest.raises(ValueError, match=words):
+        make_module(**options)
