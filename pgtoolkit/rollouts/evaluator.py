@@ -209,13 +209,14 @@ def as_evaluated(evaluation: EvaluationSettings, rollout: RolloutSettings) -> Po
     """Return the rollouts of an evaluation, which every evaluation samples in one way."""
     sampling = evaluation.sampling_of(rollout)
     assert sampling.max_completion_length is not None
-    return PolicyRolloutSettings(
+    settings = PolicyRolloutSettings(
         prompts_per_batch=evaluation.prompts_per_set,
         group_size=evaluation.completions_per_prompt,
         old_log_probs=OldLogProbs.sampling,
         max_completion_length=sampling.max_completion_length,
-        temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         stop=list(sampling.stop),
     )
+    # Nothing is trained at it, so that it may be 0.
+    return settings.unchecked({**vars(settings), "temperature": sampling.temperature})
