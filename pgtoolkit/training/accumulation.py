@@ -147,7 +147,7 @@ class DynamicAccumulation(lightning.LightningModule):
         self._bad_steps_in_a_row = 0
         self._steps_in_trainer = 0
         self._scheduler_steps = SchedulerSteps()
-        self._kept_schedulers: dict[str, dict[str, Any]] | None = None
+        self._kept_schedulers: dict[str, dict[str, object]] | None = None
 
     def micro_batch_loss(self, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
         """Return this micro-batch's share of the step's loss, as `pgtoolkit.policy_loss` does.
