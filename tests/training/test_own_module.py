@@ -330,7 +330,7 @@ def test_callbacks_that_would_set_the_rate_wrongly_are_refused():
         with pytest.raises(ValueError, match=f"a Trainer without {type(callback).__name__} "):
             trained(module, callbacks=[callback])
     with pytest.raises(ConfigError, match="Use OptimizerSettings"):
-        PolicyGradientModule._check_callback(module, averaging)
+        PolicyGradientModule.__new__(PolicyGradientModule)._check_callback(averaging)
 
 
 def test_another_result_than_that_of_the_step_is_refused():
