@@ -96,7 +96,9 @@ def _task(config: Config, settings: Dictionary) -> TaskSettings:
     """Return the task of a set. settings: the keys of the set."""
     kind = settings.get("task", config.task.name)
     values = values_of_set(vars(config.task), settings)
-    return SCHEMAS[f"task/{kind}"](**copy.deepcopy(values))
+    task = SCHEMAS[f"task/{kind}"](**copy.deepcopy(values))
+    assert isinstance(task, TaskSettings)  # all options of the group are
+    return task
 
 
 def values_of_set(task: Mapping[str, object], settings: Mapping[str, object]) -> Dictionary:
