@@ -81,8 +81,8 @@ def test_held_out_prompts_of_recorded_rows_are_noticed(tmp_path, monkeypatch, ca
 
 def test_check_counts_the_first_rows_and_says_so(tmp_path, capsys):
     write_questions(tmp_path / "all.jsonl", range(10))
-    write_questions(tmp_path / "test.jsonl", (4, 5, 180))
-    write_jsonl(tmp_path / "rows.jsonl", texts_of(range(190)))
+    write_questions(tmp_path / "test.jsonl", (4, 5, 2005))
+    write_jsonl(tmp_path / "rows.jsonl", texts_of(range(2010)))
     settings = [
         *SMALL,
         f"rollout.path={tmp_path}/rows.jsonl",
