@@ -32,6 +32,10 @@ def of_rewards(log_probs, advantages, rewards, group_rewards, sampling_log_probs
     return -log_probs * (advantages + rewards - group_rewards) * sampling_log_probs.exp()
 
 
+def of_step(log_probs, advantages, step):
+    return -log_probs * (advantages - step.mean(advantages))
+
+
 class Scaled(Reinforce):
     """A family of one's own that holds a tensor with a gradient."""
 
@@ -105,7 +109,7 @@ CHOICES = {
         "group_index": CASE.group_index,
     },
     "coefficients": {
-        "loss": of_rewards,
+        "loss": of_step,
         "coefficients": torch.linspace(-1, 1, len(TRAINED), dtype=torch.float64),
     },
     "a family of one's own": {"loss": family_with(torch.tensor(2.0, dtype=torch.float64))},
