@@ -245,7 +245,7 @@ def test_misfits_are_refused():
             {"correction": "token_mask", "sampling_log_probs": keywords["old_log_probs"]},
             "beside correction",
         ),
-        ({"coefficients": keywords["advantages"]}, "beside coefficients"),
+        ({"coefficients": keywords["advantages"]}, "coefficients need a loss that depends on"),
     ):
         with pytest.raises(ValueError, match=message):
             policy_loss(logits, **{"loss": loss, **keywords, **changes})
