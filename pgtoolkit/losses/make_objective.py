@@ -309,10 +309,6 @@ def _check_centering(tokens: Tokens, loss: Loss) -> None:
             "score_centering beside sampling_kept_ids: the likeliest tokens have their "
             "probabilities under the whole vocabulary"
         )
-    if tokens.coefficients is not None:
-        raise ValueError(
-            "score_centering beside coefficients, which take the place of the family's surrogate"
-        )
 
 
 def _check_groups(tokens: Tokens, totals: StepTotals | None, loss: Loss) -> None:
