@@ -558,7 +558,7 @@ _ROWS_TRIED = 100
 
 _FEW_ROWS = 2000
 _FEW_BYTES = 2**23
-"""Recorded rollouts of at most so many rows and bytes are read before a run as a whole."""
+"""Recorded rollouts of no more rows and bytes are read whole before a run."""
 
 _PROMPTS_TRIED = 1000
 """Prompts of a task that are turned into tokens before a run, which does so with all of them."""

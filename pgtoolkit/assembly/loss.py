@@ -91,7 +91,6 @@ def loss_of(config: Config) -> Loss:
         kl=_penalty(config.kl, KLPlace.loss),
         masks_truncated=config.rollout.truncated == Truncated.mask,
         entropy_top_fraction=config.entropy.top_fraction,
-        measures_penalty=config.kl.target is not None,
     )
 
 

@@ -199,8 +199,9 @@ def selects(run: Run, metric: str) -> list[Difference]:
 
 
 def evaluated_alike(runs: Sequence[Run]) -> list[str]:
-    """Return the keys in which runs differ and are evaluated after the same documents all the same:
-    evaluation.every, where it is as many times as long as the runs have passes over a batch."""
+    """Return the keys that may differ here without changing a held-out number: evaluation.every,
+    where all runs are evaluated after as many batches, since it counts the updates of all passes
+    over a batch."""
     intervals = {
         int(str(run.config.get("evaluation.every") or 0))
         / int(str(run.config.get("rollout.passes") or 1))

@@ -44,7 +44,7 @@ class Word:
 class Node:
     """A statement. line: the number of the line where it begins. raw: its text.
 
-    sign, with what words and parts are:
+    sign, and the words and parts that go with it:
         "": a command, assignments or a test in `[[ ]]`: its words.
         ";": parts, one after the other. "|": parts of a pipeline.
         "&&", "||": two parts. "!": the part behind it.

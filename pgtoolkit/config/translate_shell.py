@@ -168,7 +168,7 @@ class Script(Words):
         self._join(states)
 
     def _join(self, states: list[State]) -> None:
-        """Go on with what is certain where one of these states holds."""
+        """Go on with all that is certain where one of these states holds."""
         if not states:
             raise _Left
         self._now = {**states[0]}
@@ -206,7 +206,7 @@ class Script(Words):
     def _first(self, ways: list[tuple[Callable[[], bool | None], Node]]) -> bool | None:
         """Follow the first statements whose condition holds, or those that may be the first.
 
-        ways: pairs of what returns whether a condition holds, and the statements behind it.
+        ways: pairs of a function that says whether a condition holds, and the statements behind it.
         """
         if not ways:
             return True
@@ -365,8 +365,8 @@ class Script(Words):
             for place, names in places.items()
             if not opened or place not in opened[0]
         ]
-        own = dict(setting.split("=", 1) for setting in before)
-        gpus = own.get("CUDA_VISIBLE_DEVICES", self._now.get("CUDA_VISIBLE_DEVICES"))
+        of_command = dict(setting.split("=", 1) for setting in before)
+        gpus = of_command.get("CUDA_VISIBLE_DEVICES", self._now.get("CUDA_VISIBLE_DEVICES"))
         several = gpus if isinstance(gpus, str) and re.fullmatch(r"\d+(,\d+)+", gpus) else ""
         self.commands.append(Command(words, [*self._assumed, *opened, *unknown], several))
 
@@ -426,17 +426,17 @@ class Script(Words):
             return None
         if name == "eval" and is_known(text):
             return self._read(text)
-        found = None if name == "eval" else self._text_of(words[0])
-        if found is None:
+        read = None if name == "eval" else self._text_of(words[0])
+        if read is None:
             is_eval = name == "eval"
             self._open("its text is not known" if is_eval else f"{shown(words[0])} is not found")
             return None
         held = {name: self._now.get(name) for name in ("@", "$0")}
         if words[1:]:
             self._now["@"] = words[1:]
-        if found[0].parent != self._home:
+        if read[0].parent != self._home:
             self._now.pop("$0", None)
-        status = self._read_file(*found, "sources")
+        status = self._read_file(*read, "sources")
         if words[1:]:
             self._set("@", held["@"])
         if self._now.get("PWD") == ".":
@@ -451,8 +451,8 @@ class Script(Words):
         options = [*itertools.takewhile(lambda word: word[:1] in "-+", words[shell + 1 :])]
         rest = words[shell + 1 + len(options) :]
         is_text = any(re.fullmatch(r"-[a-z]*c", word) for word in options)
-        found = self._text_of(rest[0]) if rest and not is_text else None
-        if not rest or not (is_text or found):
+        read = self._text_of(rest[0]) if rest and not is_text else None
+        if not rest or not (is_text or read):
             self._note(words, before)
             return
         held = (self._now, self._opened, self._home)
@@ -472,12 +472,12 @@ class Script(Words):
         if arguments != [code("$@")]:
             self._now["@"] = arguments
         with contextlib.suppress(_Left):
-            if found is None:
+            if read is None:
                 self._read(rest[0])
             else:
-                self._home = found[0].parent
+                self._home = read[0].parent
                 self._now["$0"] = str(self._home)
-                self._read_file(*found, "starts")
+                self._read_file(*read, "starts")
         self._now, self._opened, self._home = held
 
     def _declaration(self, words: list[Word]) -> bool | None:

@@ -35,7 +35,9 @@ def check_object(key: str, value: object, kind: type, use: str) -> None:
     """Raise ValueError unless value is an object of this kind. use: what to type in its place."""
     refuse_class(key, value, kind)
     if not isinstance(value, kind):
-        raise ValueError(f"{key} needs a {kind.__name__} (got {shown(value)}). Use {use}")
+        raise ValueError(
+            f"{key} needs an object of {kind.__name__} (got {shown(value)}). Use {use}"
+        )
 
 
 def check_switches(**switches: object) -> None:

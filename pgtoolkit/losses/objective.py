@@ -7,7 +7,7 @@ number for each of the T positions of the piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -120,15 +120,18 @@ class Loss:
 
 def _check_parts(loss: Loss) -> None:
     """Raise ValueError for a name, a class or another object in the place of a part of the loss."""
-    name, correction = str(loss.family), str(loss.correction)
-    family = FAMILIES[name].__name__ if name in FAMILIES else "Grpo"
-    kind = CORRECTIONS[correction].__name__ if correction in CORRECTIONS else "TokenTruncate"
-    mode = loss.aggregation if str(loss.aggregation) in AGGREGATIONS else "token_mean"
+
+    def named(value: object, known: Collection[str], otherwise: str) -> str:
+        return value if isinstance(value, str) and value in known else otherwise
+
+    family = FAMILIES[named(loss.family, FAMILIES, "grpo")].__name__
     check_object("family", loss.family, Family, f"pgtoolkit.families.{family}()")
-    aggregation = f"pgtoolkit.losses.aggregation.aggregation_of({mode!r})"
-    check_object("aggregation", loss.aggregation, Aggregation, aggregation)
+    mode = named(loss.aggregation, AGGREGATIONS, "token_mean")
+    use = f"pgtoolkit.losses.aggregation.aggregation_of({mode!r})"
+    check_object("aggregation", loss.aggregation, Aggregation, use)
     if loss.correction is not None:
-        use = f"pgtoolkit.corrections.{kind}()"
+        correction = CORRECTIONS[named(loss.correction, CORRECTIONS, "token_truncate")].__name__
+        use = f"pgtoolkit.corrections.{correction}()"
         check_object("correction", loss.correction, Correction, use)
     if loss.kl is not None and not isinstance(loss.kl, KL):
         raise ValueError(

@@ -73,9 +73,9 @@ class Estimator:
         check_name("estimator", self.name, tuple(AdvantageEstimator))
         if (self.name == "custom") != callable(self.function):
             raise ValueError(
-                "Estimator('custom', function=...) is how an estimator has a function of your own "
-                f"(got {self.name!r} with function={shown(self.function)}). Others have formulas. "
-                "Use both, or neither."
+                "Estimator needs a function with the name 'custom', and none with another (got "
+                f"{self.name!r} with function={shown(self.function)}). The other estimators have "
+                "formulas of their own. Use Estimator('custom', function=...), or leave it out."
             )
 
     @classmethod

@@ -309,7 +309,7 @@ class Settings:
 
 
 def _refused(settings: str, declared: Field, names: Sequence[str], value: object) -> str:
-    """Return the refusal of a value in Python, with what to type there."""
+    """Return the refusal of a value in Python, and say what to type there."""
     kind, _, optional = str(declared.type).partition(" | ")
     needs = f"one of {', '.join(repr(str(name)) for name in names)}"
     if not names:

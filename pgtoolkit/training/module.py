@@ -199,8 +199,8 @@ class PolicyGradientModule(DynamicAccumulation):
 
     def _has_own_optimizer(self) -> bool:
         """Return whether a subclass has a `configure_optimizers` of its own."""
-        own = type(self).configure_optimizers
-        return own is not PolicyGradientModule.configure_optimizers
+        method = type(self).configure_optimizers
+        return method is not PolicyGradientModule.configure_optimizers
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
@@ -591,7 +591,8 @@ class PolicyGradientModule(DynamicAccumulation):
                 )
             )
         kl = replace(self.loss.kl, coefficient=self.adaptive_kl.coefficient)
-        self.loss = replace(self.loss, kl=kl, measures_penalty=True)
+        if kl != self.loss.kl or not self.loss.measures_penalty:
+            self.loss = replace(self.loss, kl=kl, measures_penalty=True)
 
     def _note_due_reference(self) -> None:
         """Note that the reference is to move, if the last update is one of `reference_every`."""

@@ -102,7 +102,8 @@ REFUSED = [
     (lambda: Loss(Grpo(), "constant"), "aggregation.aggregation_of('constant')"),
     (
         lambda: Loss(Grpo(), aggregation_of("token_mean"), correction="token_mask"),
-        "correction needs a Correction (got 'token_mask'). Use pgtoolkit.corrections.TokenMask()",
+        "correction needs an object of Correction (got 'token_mask'). Use "
+        "pgtoolkit.corrections.TokenMask()",
     ),
     (
         lambda: Loss(Grpo(), aggregation_of("token_mean"), kl="k3"),
