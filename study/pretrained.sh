@@ -12,7 +12,8 @@
 #                                                  PPO, tuning and test runs of these seeds
 #   study/pretrained.sh second_task FOLDER SECONDS SEED,...   the second task, tuning and test runs
 #   study/pretrained.sh old_documents FOLDER SECONDS SEED,...   losses on documents of 16 batches before, tuning and test runs
-#   study/pretrained.sh passes FOLDER SECONDS SEED,...   two and four passes over a batch, tuning and test runs
+#   study/pretrained.sh third_part FOLDER SECONDS SEED,...   two and four passes over a batch, LoRA at lower rates, and
+#                                                  losses at rates that others take, tuning and test runs
 #
 # All but the first three run from the root of the repository. Runs begin with those that study/data/pretrained has
 # packed, make the ones that are missing, eight or nine at a time, and pack all that are done as FOLDER/SWEEP.tar.xz, once
@@ -287,25 +288,55 @@ old_documents() {
   in_lanes "$folder" "$seconds" "${lanes[@]}"
 }
 
-# One pass are the runs of `loss` and `adapters`. All sample 60 batches, and are evaluated after as many documents. The
-# critic of ppo keeps the rate that it has there. Of two GPUs' runs the long ones with four passes are all under way at once.
-passes() {
-  local folder=$1 seconds=$2 seeds=$3 arm number words rates lanes=() runs TEST_JOBS
-  shift 3
+# Adds to `lanes` two and four passes over a batch. One pass are the runs of `loss` and `adapters`. All sample 60 batches, and are
+# evaluated after as many documents. The critic of ppo keeps the rate that it has there.
+add_passes() { # SEEDS, then further words
+  local seeds=$1 arm number words rates runs TEST_JOBS=2
+  shift
   for arm in grpo cispo reinforce ppo; do
-    for number in 2 4; do
-      if [ ${#lanes[@]} != 0 ]; then lanes+=(--); fi
+    for number in 4 2; do
       words=$(words_of $arm)
       if [ $arm = ppo ]; then words+=" critic.learning_rate=1e-4"; fi
-      TEST_JOBS=$number
       rates=$FAR_RATES
       # A rate more where the best of the three was at an edge.
       if [ $number = 4 ]; then rates+=,1e-6; fi
       mapfile -t runs < <(tuned passes_${number}_$arm $rates 0,1 "$seeds" $words rollout.passes=$number \
         trainer.max_steps=$((240 * number)) trainer.checkpoint_every=$((240 * number)) evaluation.every=$((40 * number)) "$@")
-      lanes+=("${runs[@]}")
+      lanes+=("${runs[@]}" --)
     done
   done
+}
+
+# Adds LoRA at the rate that was best before and two below it, with three tuning seeds; behind its runs each loss at the rate
+# that TRL and verl take where none is named, and gspo at that of the others.
+LOWER_LORA_RATES=optimizer.learning_rate=3e-5,1e-4,3e-4
+COMMON_RATES="grpo:1e-6 cispo:1e-6 reinforce:1e-6 gspo:1e-6 gspo:1e-5"
+
+add_lora() { # SEEDS, then further words
+  local seeds=$1 arm runs
+  shift
+  for arm in grpo cispo reinforce; do
+    mapfile -t runs < <(tuned lora_low_$arm $LOWER_LORA_RATES 0,1,2 "$seeds" $(words_of $arm) model.lora_rank=32 "$@")
+    lanes+=("${runs[@]}" --)
+  done
+}
+
+add_common_rates() { # SEEDS, then further words
+  local seeds=$1 arm rate
+  shift
+  for arm in $COMMON_RATES; do
+    rate=${arm#*:}
+    lanes+=("study/sweeps/pretrained_loss.yaml hydra.launcher.jobs_per_gpu=$JOBS loss=${arm%:*} $* seed=$seeds\
+ optimizer.learning_rate=$rate hydra.sweep.dir=outputs/sweeps/pretrained_loss_rate_${rate}_${arm%:*}" --)
+  done
+}
+
+# The questions may be named in ONLY; each takes lanes of its own.
+third_part() {
+  local folder=$1 seconds=$2 seeds=$3 lanes=() question
+  shift 3
+  for question in ${ONLY:-passes lora common_rates}; do "add_$question" "$seeds" "$@"; done
+  unset 'lanes[-1]'
   begin
   in_lanes "$folder" "$seconds" "${lanes[@]}"
 }
