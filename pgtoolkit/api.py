@@ -256,7 +256,7 @@ def policy_loss(
             "ref_logits", ref_logits, logits, shape, f"the shape of logits, {shape}"
         )
     arguments.check_ranks(ranks, impl, num_documents)
-    old_log_probs = arguments.old_or_zeros(definition, old_log_probs, logits)
+    old_log_probs = arguments.old_or_zeros("logits", logits, definition, old_log_probs)
     vectors = labels, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     top = arguments.check_top(definition, sampling_top_ids, sampling_top_log_probs)
     tokens = arguments.tokens_of(
@@ -390,7 +390,7 @@ def linear_policy_loss(
     arguments.check_rows("hidden", hidden)
     arguments.check_head(hidden, head, definition, method)
     arguments.check_ranks(ranks, impl, num_documents)
-    old_log_probs = arguments.old_or_zeros(definition, old_log_probs, hidden)
+    old_log_probs = arguments.old_or_zeros("hidden", hidden, definition, old_log_probs)
     vectors = labels, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     top = arguments.check_top(definition, sampling_top_ids, sampling_top_log_probs)
     indices = group_index, trajectory_index
@@ -455,7 +455,7 @@ def log_prob_loss(
     check_switches(check_finite=check_finite)
     arguments.check_rewards(definition, rewards)
     arguments.check_coefficients(definition, coefficients)
-    old_log_probs = arguments.old_or_zeros(definition, old_log_probs, log_probs)
+    old_log_probs = arguments.old_or_zeros("log_probs", log_probs, definition, old_log_probs)
     vectors = old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     indices = group_index, trajectory_index
     tokens = _tokens_of_log_probs(
@@ -539,7 +539,7 @@ def step_coefficients(
     )
     check_switches(check_finite=check_finite)
     arguments.check_rewards(definition, rewards)
-    old_log_probs = arguments.old_or_zeros(definition, old_log_probs, log_probs)
+    old_log_probs = arguments.old_or_zeros("log_probs", log_probs, definition, old_log_probs)
     vectors = old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     tokens = _tokens_of_log_probs(
         log_probs,

@@ -143,18 +143,31 @@ def check_coefficients(loss: Loss, coefficients: Array | None) -> None:
         )
 
 
-def old_or_zeros(loss: Loss, old_log_probs: Array | None, rows: Tensor) -> Array | None:
+_OF_ITSELF = {
+    "logits": "use old_log_probs={of_logits}.log_softmax(-1).gather(-1, "
+    "labels.clamp(min=0)[..., None])[..., 0]",
+    "hidden": "they are the new ones of these hidden states, detached",
+    "log_probs": "use old_log_probs=log_probs.detach()",
+}
+"""Model's output -> the old log-probs of a policy that trains on its own samples."""
+
+
+def old_or_zeros(name: str, rows: Tensor, loss: Loss, old_log_probs: Array | None) -> Array | None:
     """Return the old log-probs; zeros where there are none, and nothing reads them.
 
-    Raises ValueError where something does.
+    name: the keyword of rows, the model's output. Raises ValueError where something reads them.
     """
     if old_log_probs is not None:
         return old_log_probs
-    if loss.reads_old_log_probs:
+    reader = loss.reader_of_old_log_probs
+    if reader is not None:
+        of_logits = "logits.detach()"
+        if loss.temperature != 1:
+            of_logits = f"(logits.detach() / {loss.temperature:g})"
         raise ValueError(
             "old_log_probs needs the log-probs of the labels under the policy that sampled (got "
-            "None), with which the loss compares the new ones. On the policy's own samples use the "
-            "new ones, detached; loss='reinforce' without a correction reads none"
+            f"None): {reader} reads them. On the policy's own samples "
+            f"{_OF_ITSELF[name].format(of_logits=of_logits)}. loss='reinforce' alone reads none"
         )
     if loss.metrics != "none":
         raise ValueError(

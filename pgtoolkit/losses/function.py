@@ -73,7 +73,8 @@ class FunctionFamily(Family):
 
     @property
     def reads_old_log_probs(self) -> bool:
-        return bool(self.asked & {"log_ratio", "old_log_probs"} - self.may_lack)
+        # Also with a default: where documents lack them, the vectors of a step hold other numbers.
+        return bool(self.asked & {"log_ratio", "old_log_probs"})
 
 
 @dataclass(frozen=True)

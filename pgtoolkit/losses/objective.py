@@ -88,11 +88,22 @@ class Loss:
     @property
     def reads_old_log_probs(self) -> bool:
         """Return True if the loss depends on old log-probs; else documents need not have them."""
-        if self.family.reads_old_log_probs or self.correction is not None:
-            return True
-        if self.family.score_centering:
-            return True
-        return self.kl is not None and self.kl.reads_old_log_probs
+        return self.reader_of_old_log_probs is not None
+
+    @property
+    def reader_of_old_log_probs(self) -> str | None:
+        """Return the part of the loss that depends on old log-probs, as Python types it; None
+        where none does."""
+        family = self.family
+        if family.reads_old_log_probs:
+            return f"loss={family.name!r}"
+        if family.score_centering:
+            return f"score_centering=True of loss={family.name!r}"
+        if self.correction is not None:
+            return f"correction={self.correction.name!r}"
+        if self.kl is not None and self.kl.reads_old_log_probs:
+            return f"kl={self.kl.kind!r}"
+        return None
 
     @property
     def needs_sampling_log_probs(self) -> bool:

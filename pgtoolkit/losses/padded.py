@@ -13,7 +13,7 @@ from pgtoolkit.losses.checks import shown
 
 def from_padded(
     *,
-    old_log_probs: Array,
+    old_log_probs: Array | None,
     advantages: Array,
     logits: Array | None = None,
     hidden: Array | None = None,
@@ -44,7 +44,8 @@ def from_padded(
         log_probs either of the two is needed. Where both are given, a token is trained where both
         say so.
     advantages: (B,), a number for each document, or (B, T).
-    old_log_probs, sampling_log_probs, ref_log_probs: (B, T).
+    old_log_probs, sampling_log_probs, ref_log_probs: (B, T). A loss and metrics that read no old
+        log-probs, as "reinforce" does not, take None.
     rewards, group_index, trajectory_index: (B,), a number for each document, as in `policy_loss`.
         Beside totals an index is that of the whole step: numbered anew in each piece, or on each
         rank, every piece would have the denominators of the first groups.
@@ -94,17 +95,22 @@ def from_padded(
         "document_index": index.reshape(-1),
         "num_documents": documents,
     }
-    vectors = {"old_log_probs": old_log_probs, "advantages": advantages}
-    for key, value in vectors.items():
-        if value is None:
-            raise ValueError(
-                f"from_padded needs {key} (got None). On-policy the old log-probs are those of the "
-                "policy itself, without a gradient"
-            )
-    vectors |= {"sampling_log_probs": sampling_log_probs, "ref_log_probs": ref_log_probs}
+    if advantages is None:
+        raise ValueError(
+            "from_padded needs advantages, a number for each document (got None). For a loss that "
+            f"reads rewards alone, use advantages=torch.zeros({documents})"
+        )
+    vectors = {
+        "old_log_probs": old_log_probs,
+        "advantages": advantages,
+        "sampling_log_probs": sampling_log_probs,
+        "ref_log_probs": ref_log_probs,
+    }
     keywords |= {
         key: of_floats(flat(key, value)) for key, value in vectors.items() if value is not None
     }
+    # An argument without a default, which the loss refuses to be None where it reads it.
+    keywords.setdefault("old_log_probs", None)
     trained = None if mask is None else of_bools(flat("mask", mask))
     if labels is not None:
         tokens = of_integers("labels", flat("labels", labels), isinstance(labels, Tensor))

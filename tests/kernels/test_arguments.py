@@ -367,6 +367,33 @@ def test_a_loss_that_reads_no_old_log_probs_takes_none():
         policy_loss(**given, loss="reinforce", metrics="basic")
 
 
+def _with_a_default(log_probs, advantages, old_log_probs=None):
+    old = log_probs.detach() if old_log_probs is None else old_log_probs
+    return -advantages * (log_probs - old).exp()
+
+
+@pytest.mark.parametrize(
+    ("options", "reader"),
+    [
+        ({"loss": "kimi"}, "loss='kimi'"),
+        ({"loss": "reinforce", "score_centering": True}, "score_centering=True of loss='reinf"),
+        ({"loss": "reinforce", "correction": "off_policy_mask"}, "correction='off_policy_mask'"),
+        (
+            {
+                "loss": "reinforce",
+                "kl": kl.KL("k3_ratio", 0.1),
+                "ref_log_probs": CASE.old_log_probs,
+            },
+            "kl='k3_ratio'",
+        ),
+        ({"loss": _with_a_default}, "loss='_with_a_default'"),
+    ],
+)
+def test_what_reads_old_log_probs_is_named_where_they_are_missing(options, reader):
+    with pytest.raises(ValueError, match=rf"\(got None\): {reader}.* reads them"):
+        policy_loss(**CALL | {"old_log_probs": None}, **options)
+
+
 COUNTED = {"num_documents": 6, "num_tokens": 99, "num_empty_documents": 0}
 
 

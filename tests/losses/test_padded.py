@@ -92,8 +92,8 @@ LOGITS = padded(CASE.logits, 0.0)
         ({"hidden": SimpleNamespace(last_hidden_state=1)}, "Use hidden=output.last_hidden_state"),
         ({"logits": LOGITS, "mask": "x"}, r"^mask needs a tensor or an array .* .got a str.$"),
         (
-            {"logits": LOGITS, "old_log_probs": None},
-            "needs old_log_probs .got None.. On-policy the",
+            {"logits": LOGITS, "advantages": None},
+            r"needs advantages, .* .got None.\. .* use advantages=torch\.zeros\(6\)$",
         ),
     ],
 )
@@ -131,6 +131,37 @@ def test_arrays_that_do_not_fit_together_are_refused(changed, message):
 def test_keywords_of_another_function_are_refused_by_its_name(function, keywords, message):
     with pytest.raises(ValueError, match=message):
         function(**keywords)
+
+
+def test_old_log_probs_may_be_none_where_the_loss_reads_none():
+    made = {
+        "logits": from_padded(logits=LOGITS, **padded_vectors(old_log_probs=None)),
+        "hidden": from_padded(hidden=LOGITS, **padded_vectors(old_log_probs=None)),
+    }
+    rows = CASE.labels >= 0
+    new = CASE.logits.log_softmax(-1)[rows, CASE.labels[rows]]
+    expected = -(CASE.advantages[rows] * new).mean().item()
+    options = {"loss": "reinforce", "aggregation": "token_mean"}
+    assert policy_loss(**made["logits"], **options).loss.item() == pytest.approx(expected)
+    head = {"lm_head_weight": torch.eye(13, dtype=torch.float64)}
+    out = linear_policy_loss(**made["hidden"], **head, **options)
+    assert out.loss.item() == pytest.approx(expected)
+    with pytest.raises(ValueError, match=r"^old_log_probs needs .*got None\): loss='grpo' reads"):
+        linear_policy_loss(**made["hidden"], **head, loss="grpo")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_old_log_probs_that_a_refusal_names_are_those_of_the_policy_itself(temperature):
+    options = {"loss": "grpo", "temperature": temperature}
+    with pytest.raises(ValueError, match="own samples use old_log_probs=") as refused:
+        policy_loss(**from_padded(logits=LOGITS, **padded_vectors(old_log_probs=None)), **options)
+    typed = str(refused.value).partition("use old_log_probs=")[2].partition(". loss=")[0]
+    vectors = padded_vectors()
+    vectors["old_log_probs"] = eval(typed, {"logits": LOGITS, "labels": vectors["labels"]})
+    arguments = from_padded(logits=LOGITS, **vectors)
+    new = policy_loss(**arguments, **options).log_probs
+    trained = arguments["labels"] >= 0
+    torch.testing.assert_close(arguments["old_log_probs"][trained], new[trained])
 
 
 def test_a_list_of_numbers_keeps_their_digits():
