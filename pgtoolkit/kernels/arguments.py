@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.batch import DocumentCounts, StepTotals, Tokens
-from pgtoolkit.kernels.losses import Computation, LMHead
+from pgtoolkit.kernels.losses import Computation, LMHead, check_splits
 from pgtoolkit.kernels.products import accumulation_dtype
 from pgtoolkit.losses.arrays import Array, on_device_of
 from pgtoolkit.losses.checks import (
@@ -248,12 +248,7 @@ def check_head(hidden: Tensor, head: LMHead, loss: Loss, method: Computation) ->
             raise ValueError(f"ref_lm_head_weight needs {needed} (got {shown(ref_head.weight)})")
     if head.weight_gradient is not None:
         _check_weight_gradient(hidden, head, head.weight_gradient, method)
-    _check_splits(loss, method)
-    if method.logits_memory_mb is not None and not method.fused:
-        raise ValueError(
-            f"logits_memory_mb={method.logits_memory_mb!r} needs impl='fused_linear' (got "
-            f"{method.impl!r})"
-        )
+    check_splits(loss, method)
 
 
 def _check_weight_gradient(
@@ -268,26 +263,6 @@ def _check_weight_gradient(
         raise ValueError(f"weight_gradient needs dtype {short(dtype)} (got {shown(gradient)})")
     if not method.fused:
         raise ValueError(f"weight_gradient needs impl='fused_linear' (got {method.impl!r})")
-
-
-def _check_splits(loss: Loss, method: Computation) -> None:
-    """Raise ValueError for splits of a loss that needs complete documents."""
-    splits = f"num_splits={method.num_splits}"
-    family = loss.family
-    correction = loss.correction
-    if method.num_splits > 1 and family.by_document:
-        raise ValueError(
-            f"{splits} needs a family by token (got {family.name!r}): its ratio is a whole "
-            "document's"
-        )
-    if method.num_splits > 1 and correction is not None and correction.of_policy:
-        raise ValueError(
-            f"{splits} needs another correction (got {correction.name!r}): it masks whole documents"
-        )
-    if method.num_splits > 1 and method.impl in ("fused_linear", "reference"):
-        raise ValueError(
-            f"{splits} has no effect with impl={method.impl!r}; it cuts materialised logits"
-        )
 
 
 def _check_shapes(hidden: Tensor, head: LMHead, prefix: str = "") -> None:

@@ -83,11 +83,40 @@ class Computation:
         if self.logits_memory_mb is not None:
             check_positive("logits_memory_mb", self.logits_memory_mb)
         check_switches(check_finite=self.check_finite, overwrite_logits=self.overwrite_logits)
+        if self.num_splits > 1 and self.impl in ("fused_linear", "reference"):
+            raise ValueError(
+                f"num_splits={self.num_splits} has no effect with impl={self.impl!r}; it cuts "
+                "materialised logits. Use impl='auto'"
+            )
+        if self.logits_memory_mb is not None and not self.fused:
+            got = f"{self.impl!r}" + (f" and num_splits={self.num_splits}" * (self.num_splits > 1))
+            raise ValueError(
+                f"logits_memory_mb={self.logits_memory_mb!r} needs impl='fused_linear' (got {got})"
+            )
 
     @property
     def fused(self) -> bool:
         """True if the head is fused with the loss."""
         return self.impl == "fused_linear" or (self.impl == "auto" and self.num_splits == 1)
+
+
+def check_splits(loss: Loss, method: Computation) -> None:
+    """Raise ValueError for splits of a loss that needs complete documents."""
+    if method.num_splits == 1:
+        return
+    splits = f"num_splits={method.num_splits}"
+    family = loss.family
+    correction = loss.correction
+    if family.by_document:
+        raise ValueError(
+            f"{splits} needs a family by token (got {family.name!r}): its ratio is a whole "
+            "document's. Use num_splits=1"
+        )
+    if correction is not None and correction.of_policy:
+        raise ValueError(
+            f"{splits} needs another correction (got {correction.name!r}): it masks whole "
+            "documents. Use num_splits=1"
+        )
 
 
 def loss_of_logits(

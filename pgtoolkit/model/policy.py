@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from pgtoolkit.batch import MicroBatch
+from pgtoolkit.errors import ConfigError
 from pgtoolkit.kernels.losses import LMHead
 from pgtoolkit.kernels.products import linear
 from pgtoolkit.losses.exchange import Ranks
@@ -31,6 +32,7 @@ from pgtoolkit.model.fixed_order import rows_of
 from pgtoolkit.model.settings import NumberType
 from pgtoolkit.model.shared import SharedAxis
 from pgtoolkit.ranks.collectives import whole
+from pgtoolkit.system.report import refusal
 
 if TYPE_CHECKING:
     from transformers import (
@@ -271,8 +273,21 @@ class Policy:
     def _of_shared(self, micro_batch: MicroBatch) -> Tensor:
         """Return `hidden_states` where documents share what they begin with.
 
-        It needs the attention of attention.py.
+        Raises ConfigError for a model that does not have the attention of attention.py, or whose
+        positions depend on a document's length: all documents but the first would lack their
+        beginning, or have that of another length.
         """
+        if not self.by_document or self.unscaled_positions < sys.maxsize:
+            raise ConfigError(
+                refusal(
+                    setting="share_prompts",
+                    needs="a policy with the attention of pgtoolkit.model.attention, and with "
+                    "positions that are the same in documents of every length",
+                    got=f"a {self.model.config.model_type} without",
+                    reason="Its documents would not see what they share.",
+                    use="share_prompts=False wherever it is an argument",
+                )
+            )
         axis = SharedAxis.of(micro_batch)
         tokens = micro_batch.tokens[axis.computed]
         positions = micro_batch.position_ids[axis.computed]

@@ -17,6 +17,7 @@ from pgtoolkit.kernels.losses import (
     Computation,
     LMHead,
     PolicyLoss,
+    check_splits,
     log_probs_of_hidden,
     loss_of_hidden,
 )
@@ -131,9 +132,11 @@ class PolicyGradientModule(DynamicAccumulation):
         use = "OptimizerSettings(learning_rate=1e-6)"
         check_object("optimizer", optimizer, OptimizerSettings, use)
         check_whole("max_steps", max_steps, 1)
+        _check_loss(loss, computation, reference, layout)
         if reference_every is not None:
             check_whole("reference_every", reference_every, 1)
         check_fraction("reference_rate", reference_rate)
+        _check_moves(policy, reference, reference_every, reference_rate)
         super().__init__(layout, optimizer.max_grad_norm, max_bad_steps)
         self.policy = policy
         self.model = policy.model  # as an attribute, so that Lightning moves it to the device
@@ -280,6 +283,7 @@ class PolicyGradientModule(DynamicAccumulation):
 
     def take_step(self, step: Step) -> StepOutput:
         self._check_sampling_log_probs(step)
+        self._check_ref_log_probs(step)
         self.take_kl_coefficient()
         step = with_signs(step, self.loss, self.layout)
         updates_before = self.num_updates
@@ -517,15 +521,36 @@ class PolicyGradientModule(DynamicAccumulation):
 
     @torch.no_grad()
     def ref_log_probs(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the (T,) log-prob of each label under the reference."""
+        """Return the (T,) log-prob of each label under the reference. Raises ConfigError without
+        one."""
+        if self.reference is None:
+            raise ConfigError(
+                refusal(
+                    setting="SampledRollouts(..., penalty=...)",
+                    needs="a reference",
+                    got=None,
+                    reason="The penalty on rewards is the distance from it.",
+                    use="PolicyGradientModule(..., reference=...)",
+                )
+            )
         num_tokens = len(micro_batch.tokens)
         micro_batch = local_tokens(micro_batch, self.layout).counted().to(self.device)
         return self.policy.all_tokens(self._reference_log_probs(micro_batch))[:num_tokens]
 
     @torch.no_grad()
     def values(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the (T,) value that the critic gives each position."""
-        assert self.critic is not None
+        """Return the (T,) value that the critic gives each position. Raises ConfigError without
+        one."""
+        if self.critic is None:
+            raise ConfigError(
+                refusal(
+                    setting="SampledRollouts(..., gae=...)",
+                    needs="a critic",
+                    got=None,
+                    reason="The advantages of gae are made of its values.",
+                    use="PolicyGradientModule.add_critic(body, CriticSettings(...))",
+                )
+            )
         values = self.critic.values(micro_batch.to(self.device))
         self.critic.body.put_away()
         return values
@@ -695,8 +720,68 @@ class PolicyGradientModule(DynamicAccumulation):
                 "was sampled without them. Use correction=none, or start a new run."
             )
 
+    def _check_ref_log_probs(self, step: Step) -> None:
+        """Raise DataError for documents without the reference's log-probs, where no reference
+        computes them."""
+        kl = self.loss.kl
+        if kl is None or self.reference is not None:
+            return
+        without = [document.name for document in step.documents if document.ref_log_probs is None]
+        if without:
+            raise DataError(
+                f"kl=KL({kl.kind!r}, ...) needs a reference, or ref_log_probs of every document "
+                f"(got none of {without[0]}). A penalty is the distance from a reference. Use "
+                "PolicyGradientModule(..., reference=...), with a policy whose weights stay."
+            )
+
     def _with_precision(self, head: LMHead) -> LMHead:
         return replace(head, fp32_logits=self.policy.fp32_lm_head)
+
+
+def _check_loss(
+    loss: Loss, computation: Computation, reference: Policy | None, layout: Layout
+) -> None:
+    """Raise ValueError for a loss that cannot be computed in this way, or on these ranks."""
+    check_splits(loss, computation)
+    if computation.impl == "reference":
+        raise ValueError(
+            "computation needs an impl that takes pieces of a step (got impl='reference'). Use "
+            "impl='torch'"
+        )
+    if loss.kl is not None and loss.full_kl and reference is None:
+        raise ValueError(
+            f"kl=KL({loss.kl.kind!r}, ...) needs reference=, a policy whose weights stay (got "
+            "None): it is over the whole vocabulary, of which documents record one token"
+        )
+    if layout.size("pipeline_parallel") == 1:
+        return
+    if loss.metrics != "none":
+        raise ValueError(
+            f"metrics={loss.metrics!r} needs a layout with pipeline_parallel=1: stages without the "
+            "loss have no advantage extrema to give. Use Loss(..., metrics='none')"
+        )
+    if reference is not None:
+        raise ValueError(
+            "reference needs a layout with pipeline_parallel=1: the stages hand on the hidden "
+            "states of the policy alone. Use ref_log_probs of the documents"
+        )
+
+
+def _check_moves(policy: Policy, reference: Policy | None, every: int | None, rate: float) -> None:
+    """Raise ValueError for moves of a reference that cannot move. every, rate: of the moves."""
+    if every is None and rate != 1:
+        raise ValueError(
+            f"reference_rate={rate!r} needs reference_every, the updates between moves (got None). "
+            "Use reference_every=512, or leave it out"
+        )
+    if every is not None and (reference is None or reference is policy):
+        got = "None" if reference is None else "the policy itself"
+        raise ValueError(
+            f"reference_every={every} needs reference=, a policy with weights of its own (got "
+            f"{got}). Use reference=dataclasses.replace(policy, "
+            "model=copy.deepcopy(policy.model).requires_grad_(False)), made before the policy is "
+            "trained"
+        )
 
 
 def _sets_the_rate(got: str, needs: str) -> str:
