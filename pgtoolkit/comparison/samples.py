@@ -330,9 +330,17 @@ def best_and_worst(
 
 
 def facts(row: CompletionRow) -> str:
-    """Return a line about a completion: whether it is right, the parts of its reward, what was
-    logged, its advantage, length and end, and the weights that wrote it."""
-    parts = [] if row.exact_match is None else ["right" if row.exact_match else "wrong"]
+    """Return a line about a completion: whether it is right or could not be scored, the parts of
+    its reward, what was logged, its advantage, length and end, and the weights that wrote it."""
+    # In files of earlier versions a completion without a reward counts as not right.
+    score_failed = row.score_failed or row.reward is None
+    parts = []
+    if row.exact_match:
+        parts.append("right")
+    elif row.exact_match is False and not score_failed:
+        parts.append("wrong")
+    if score_failed:
+        parts.append("scoring failed")
     parts += [f"{legible(name)} {score:.3g}" for name, score in row.rewards.items()]
     parts += [f"{legible(name)} {_cut(legible(text))}" for name, text in row.logged.items()]
     if row.advantage is not None:

@@ -203,6 +203,7 @@ OF_COMPLETIONS = (
     Word("answer", "the task's"),
     Word("reward", "the reward after weights and penalties"),
     Word("exact_match", "whether it is right, whatever its reward; empty where no score says so"),
+    Word("score_failed", "whether scoring failed"),
     Word("reward/NAME", "the score of each of several verifiers", see="data.md#verifiers"),
     Word("advantage", "empty in an evaluation"),
     Word("tokens", "the completion's length"),

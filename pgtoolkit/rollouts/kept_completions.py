@@ -101,13 +101,16 @@ def row_of(
     assert document.model_version is not None
     # The completion of a conversation is all that follows its prompt.
     first = int(document.loss_mask.int().argmax())
+    # A score that failed counts as not right; whether the completion is wrong nobody knows.
+    is_unknown = document.score_failed and not document.exact_match
     return CompletionRow(
         step=step,
         name=prompt.place,
         prompt=str(tokenizer.decode(document.tokens[:first])),
         completion=str(tokenizer.decode(document.tokens[first:])),
         reward=document.reward,
-        exact_match=document.exact_match,
+        exact_match=None if is_unknown else document.exact_match,
+        score_failed=document.score_failed,
         rewards={
             name.removeprefix("reward/"): score
             for name, score in document.measures.items()

@@ -48,6 +48,7 @@ class CompletionRow:
     answer: the prompt's reference answer, if it has one.
     logged: texts that reward functions have logged about it, by name.
     exact_match: whether it is right, whatever its reward; None where the scores do not say.
+    score_failed: whether scoring failed, also where `task.failure_score` is the score then.
     """
 
     step: int
@@ -63,6 +64,7 @@ class CompletionRow:
     answer: str | None = None
     logged: dict[str, str] = field(default_factory=dict)
     exact_match: bool | None = None
+    score_failed: bool = False
 
 
 COLUMNS = {
@@ -156,8 +158,8 @@ def read_completions(path: Path, columns: Sequence[str] | None = None) -> list[C
             pre_buffer=False,
             page_checksum_verification=True,
         )
-        # Files of earlier versions have no exact_match.
-        lacking = {"exact_match"} - {*table.column_names}
+        # Files of earlier versions have none of these.
+        lacking = {"exact_match", "score_failed"} - {*table.column_names}
         names = [name for name in columns or COLUMNS if name not in lacking]
         return [
             CompletionRow(

@@ -9,7 +9,7 @@ import asyncio
 import atexit
 import functools
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -62,14 +62,17 @@ class Awaited:
                 return await function.awaited(question.completion, question.answer, question.more)
 
         async def score(place: int, question: Question) -> tuple[int, float | Failure]:
-            async with free:
-                return place, await self._limited(call(question))
+            await free.acquire()
+            outcome = await self._limited(call(question))
+            free.release()  # not after an error, which ends the others: no further call begins
+            return place, outcome
 
         with _lock:
             loop = _loop()
-            pending = {
+            calls = {
                 loop.create_task(score(place, question)) for place, question in enumerate(questions)
             }
+            pending = calls
             try:
                 while pending:
                     some = asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -78,6 +81,7 @@ class Awaited:
                         yield task.result()
             finally:
                 self._cancel_all()
+                _read_errors(calls)
 
     def batch(
         self, function: RewardFunction, inputs: Mapping[str, object], count: int, on: str
@@ -120,6 +124,15 @@ class Awaited:
             task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue]
         if left:
             loop.run_until_complete(asyncio.wait(left, timeout=_SECONDS_TO_CANCEL))
+            _read_errors(left)
+
+
+def _read_errors(tasks: Iterable[asyncio.Task[object]]) -> None:
+    """Read the error of each task that has one: asyncio prints a traceback of those that nobody
+    has read."""
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.exception()
 
 
 class _DaemonThreads(ThreadPoolExecutor):

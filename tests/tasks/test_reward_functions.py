@@ -4,6 +4,7 @@ unchanged, and failures of servers that they ask are handled."""
 import asyncio
 import contextlib
 import errno
+import gc
 import http
 import http.server
 import json
@@ -499,6 +500,20 @@ def test_a_fault_of_the_function_ends_the_run(task_of, error):
                 scores_of(task_of(MINE + name, **AT_ONCE), ["a", "bad"])
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+def test_calls_beside_one_that_is_refused_are_neither_begun_nor_printed(task_of, caplog):
+    """Three calls are awaited at a time: all of them fail at once, and none of the others begins,
+    such as a connection that nobody would wait for. asyncio prints no traceback of theirs."""
+    texts = [f"bad {number}" for number in range(9)]
+    rewards_for_tests.failures = {text: [ZeroDivisionError("refused")] for text in texts}
+    limits = {"verifier_concurrency": 3, **AT_ONCE}
+    task = task_of(MINE + "fails_async", rows=ROWS[:1] * 9, **limits)
+    with pytest.raises(DataError, match="refused"):
+        scores_of(task, texts)
+    gc.collect()
+    assert sum(map(bool, rewards_for_tests.failures.values())) == 6
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_limit_of_seconds_holds_whatever_an_async_function_does(task_of):

@@ -6,6 +6,7 @@ Rewards and advantages are computed again from the texts; training is bit-equal 
 import functools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,17 +16,20 @@ from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as
 
 from pgtoolkit.assembly.train import train
 from pgtoolkit.comparison.samples import facts
+from pgtoolkit.completion import Prompt
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.names import digest, plain_config
 from pgtoolkit.document import Document
 from pgtoolkit.errors import PgtoolkitError
+from pgtoolkit.model.setup import character_tokenizer
 from pgtoolkit.rollouts import kept_completions
-from pgtoolkit.rollouts.kept_completions import chosen
+from pgtoolkit.rollouts.kept_completions import chosen, row_of
 from pgtoolkit.runs.completion_files import (
     CompletionRow,
     completion_files,
     drop_completions_after,
     read_completions,
+    write_completions,
 )
 from pgtoolkit.training import recorder
 
@@ -183,6 +187,34 @@ def test_values_logged_by_a_reward_function_are_kept_with_their_completion(tmp_p
     texts = {row.logged["text"] for row in rows}
     assert len(texts) > 4
     assert facts(rows[0]).startswith(f"wrong, text {rows[0].logged['text']}, advantage ")
+
+
+@pytest.mark.parametrize(
+    ("reward", "exact_match", "score_failed", "expected"),
+    [
+        (1.0, True, False, ["right"]),
+        (0.5, False, False, ["wrong"]),
+        (0.5, None, False, []),
+        (None, False, True, ["scoring failed"]),
+        (0.5, False, True, ["scoring failed"]),  # task.failure_score
+        # By two verifiers, of which the first says that it is right, and the second fails.
+        (None, True, True, ["right", "scoring failed"]),
+    ],
+)
+def test_a_completion_that_could_not_be_scored_is_not_called_wrong(
+    reward, exact_match, score_failed, expected, tmp_path
+):
+    fields = {"reward": reward, "exact_match": exact_match, "score_failed": score_failed}
+    document = document_of(3, model_version=0, **fields)
+    prompt = Prompt("1+1=", "2", 0, "p.jsonl:1")
+    path = tmp_path / "steps_000001-000100.parquet"
+    write_completions(path, [row_of(1, document, prompt, character_tokenizer("012+="), 0.0)])
+    (row,) = read_completions(path)
+    assert facts(row).split(", ") == [*expected, *facts(row).split(", ")[-4:]]
+    # An earlier version said False where scoring had failed, and had no such column.
+    if reward is None:
+        former = replace(row, exact_match=exact_match, score_failed=False)
+        assert facts(former) == facts(row)
 
 
 def documents_of_groups(*groups: list[float]) -> list[Document]:
