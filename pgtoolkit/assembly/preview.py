@@ -27,6 +27,7 @@ from pgtoolkit.tasks.prompt_tasks import PromptRows
 from pgtoolkit.tasks.prompts import TokenizedTask, scored_by_nobody, tiny_tokenizer
 from pgtoolkit.tasks.settings import (
     ConversationTaskSettings,
+    GuessTaskSettings,
     PromptsTaskSettings,
     ReasoningGymTaskSettings,
     ReverseTaskSettings,
@@ -184,6 +185,19 @@ def notes_on_repeated_prompts(sets: Sequence[HeldOut]) -> list[str]:
             count = min(held_out.prompts, task.num_prompts or held_out.prompts)
             notes.append(note_on_repeated(held_out.name, task, count))
     return [note for note in notes if note is not None]
+
+
+def prompts_in_sets(sets: Sequence[HeldOut]) -> dict[str, int]:
+    """Return how many prompts each evaluation set has, by its name; of one whose prompts never end,
+    how many it asks. Raises PgtoolkitError for a file that cannot be read."""
+    counts = {}
+    for held_out in sets:
+        counts[held_out.name] = held_out.prompts
+        is_endless = isinstance(held_out.task, ConversationTaskSettings) and not held_out.files
+        if not is_endless and not isinstance(held_out.task, GuessTaskSettings):
+            task = _read(held_out.task, held_out.seed, held_out=True)
+            counts[held_out.name] = task.num_prompts or held_out.prompts
+    return counts
 
 
 def notes_on_rows(tokenized: TokenizedTask, settings: TaskSettings) -> list[str]:

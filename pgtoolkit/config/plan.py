@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from pgtoolkit.config.counts import (
     ReadData,
@@ -37,6 +38,7 @@ from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.functions import documented, lacks, parameters_in_file
 from pgtoolkit.system.report import plural, text
+from pgtoolkit.tasks.settings import TooLong
 
 _MEBIBYTE = 2**20
 
@@ -46,21 +48,27 @@ def plan_sections(
     defaults: Config,
     overrides: list[str],
     read: ReadData | None = None,
+    in_sets: Mapping[str, int] = MappingProxyType({}),
 ) -> list[tuple[str, list[str]]]:
     """Return (title, lines) of each section of the plan.
 
     config, defaults: resolved configurations. overrides: what was typed, which the defaults lack.
-    read: what prompts or recorded documents have told, where they were read.
+    read: what prompts or recorded documents have told, where they were read. in_sets: see
+        `evaluations`.
     """
     typed, followed = differences(config, defaults, overrides)
     return [
-        *computed(config, read),
+        *computed(config, read, in_sets),
         ("Changed from the defaults", typed or ["nothing"]),
         ("Follows from that", followed),
     ]
 
 
-def computed(config: Config, read: ReadData | None = None) -> list[tuple[str, list[str]]]:
+def computed(
+    config: Config,
+    read: ReadData | None = None,
+    in_sets: Mapping[str, int] = MappingProxyType({}),
+) -> list[tuple[str, list[str]]]:
     """Return (title, lines) of each section on what a run computes."""
     return [
         ("Loss", equation(config)),
@@ -68,7 +76,7 @@ def computed(config: Config, read: ReadData | None = None) -> list[tuple[str, li
         ("Critic", [*critic(config)] if config.advantage.estimator == "gae" else []),
         ("Step", list(arithmetic(config, read))),
         ("Logits", [logits_memory(config, read)]),
-        ("Evaluation", [*evaluations(config)] if is_on(config) else []),
+        ("Evaluation", [*evaluations(config, in_sets)] if is_on(config) else []),
     ]
 
 
@@ -375,8 +383,12 @@ def _step(config: Config, longest: int | None) -> Iterator[str]:
     yield line
 
 
-def evaluations(config: Config) -> Iterator[str]:
-    """Yield what is measured on which prompts, how often, and how many completions that costs."""
+def evaluations(config: Config, in_sets: Mapping[str, int] = MappingProxyType({})) -> Iterator[str]:
+    """Yield what is measured on which prompts, how often, and how many completions that costs.
+
+    in_sets: how many prompts sets have, by their names, where they were read; of one whose prompts
+        never end, how many it asks.
+    """
     every = config.evaluation.every
     max_steps = config.trainer.max_steps
     completions_per_prompt = config.evaluation.completions_per_prompt
@@ -384,9 +396,14 @@ def evaluations(config: Config) -> Iterator[str]:
     yield f"every {every} steps, before the first and after the last: {times} times"
     completions = 0
     for held_out in held_out_sets(config):
-        completions_of_set = held_out.prompts * completions_per_prompt
+        prompts = min(held_out.prompts, in_sets.get(held_out.name, held_out.prompts))
+        completions_of_set = prompts * completions_per_prompt
+        if held_out.name not in in_sets or getattr(held_out.task, "too_long", "") == TooLong.skip:
+            how_many = f"at most {prompts}"
+        else:
+            how_many = f"all {prompts}" if prompts < held_out.prompts else str(prompts)
         yield (
-            f"{held_out.name}: {held_out.source}; at most {held_out.prompts} prompts x "
+            f"{held_out.name}: {held_out.source}; {how_many} prompts x "
             f"{completions_per_prompt} completions = {completions_of_set}"
         )
         completions += completions_of_set

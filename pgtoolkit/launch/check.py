@@ -18,7 +18,7 @@ from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config import memory
 from pgtoolkit.config.compose import Composed, compose
 from pgtoolkit.config.counts import ReadData
-from pgtoolkit.config.evaluation_sets import sets_beside_training
+from pgtoolkit.config.evaluation_sets import held_out_sets, is_on, sets_beside_training
 from pgtoolkit.config.hydra_keys import key_of_single_run, keys_of_sweeps
 from pgtoolkit.config.keys import is_own_code
 from pgtoolkit.config.models import compilation
@@ -332,7 +332,11 @@ def page_sections(
         assert defaults is not None
         assert first.composed.name is not None
         sections += plan_sections(
-            first.config, defaults, first.overrides, _read_prompts(checked, first)
+            first.config,
+            defaults,
+            first.overrides,
+            _read_prompts(checked, first),
+            _prompts_in_sets(checked, first),
         )
         if first.config.model.name == "huggingface" and not first.report.problems:
             sections += _machine_sections(first.config)
@@ -383,7 +387,7 @@ def _plans_that_differ(sweep: Sweep, first: PlannedRun) -> list[str]:
 
 def _computed_lines(sweep: Sweep, run: PlannedRun) -> list[str]:
     """Return the lines of a run's plan on what it computes."""
-    sections = computed(run.config, _read_prompts(sweep, run))
+    sections = computed(run.config, _read_prompts(sweep, run), _prompts_in_sets(sweep, run))
     return [line for _, lines in sections for line in lines]
 
 
@@ -396,17 +400,39 @@ def _checked_again(problem: str) -> str:
 def _read_prompts(checked: PlannedRun | Sweep, first: PlannedRun) -> ReadData | None:
     """Return what the prompts or recorded documents tell that the check has read, which are those
     of runs on this machine without a problem."""
-    if isinstance(checked, Sweep):
-        launcher = checked.config.launcher
-        if launcher is None or launcher.kind != "local":
-            return None
-    if first.report.problems:
+    if not _is_data_read(checked, first):
         return None
     config = first.config
     if isinstance(config.rollout, RecordedRolloutSettings):
         max_tokens = config.accumulation.max_tokens
         return try_recorded(config.rollout, config.model, config.task, config.seed, max_tokens)
     return try_prompts(config).prompts
+
+
+def _prompts_in_sets(checked: PlannedRun | Sweep, run: PlannedRun) -> dict[str, int]:
+    """Return how many prompts the evaluation sets of a run have, by their names; {} where the check
+    has not read them."""
+    config = run.config
+    if not is_on(config) or not _is_data_read(checked, run):
+        return {}
+    return _count_prompts_in_sets(os.getcwd(), pickle.dumps(held_out_sets(config)))
+
+
+@functools.cache  # the jobs of a sweep share it
+def _count_prompts_in_sets(_directory: str, pickled_sets: bytes) -> dict[str, int]:
+    """Do the work of `_prompts_in_sets`, whose sets are pickled to be a cache's key."""
+    from pgtoolkit.assembly.preview import prompts_in_sets
+
+    return prompts_in_sets(pickle.loads(pickled_sets))
+
+
+def _is_data_read(checked: PlannedRun | Sweep, run: PlannedRun) -> bool:
+    """Return whether a run without a problem is to run here, where the check has read its data."""
+    if isinstance(checked, Sweep):
+        launcher = checked.config.launcher
+        if launcher is None or launcher.kind != "local":
+            return False
+    return not run.report.problems
 
 
 def _machine_sections(config: Config) -> list[tuple[str, list[str]]]:

@@ -153,6 +153,31 @@ def test_a_sweep_says_before_it_starts_which_prompts_of_training_and_of_sets_rep
     ]
 
 
+def test_check_counts_the_prompts_that_evaluation_sets_have(tmp_path, monkeypatch):
+    """By the files, of which one has fewer than are asked for by default, and another more."""
+    monkeypatch.chdir(tmp_path)
+    rows = [f'{{"prompt": "{number}+9=", "answer": "0"}}\n' for number in range(30)]
+    Path("train.jsonl").write_text('{"prompt": "01234+56789=", "answer": "0"}\n')
+    Path("few.jsonl").write_text("".join(rows[3:7]))
+    Path("many.jsonl").write_text("".join(rows[7:]))
+    run = ["tracking=none", "task=prompts", "task.path=train.jsonl", "evaluation.every=300"]
+    sets = "few: {path: few.jsonl}, some: {path: few.jsonl, too_long: skip}, own: {task: reverse}"
+    asked = f"evaluation.sets={{{sets}, many: {{path: many.jsonl, prompts: 20}}}}"
+    page = dict(page_sections(check([*run, asked])))
+    assert page["Problems"] == ["none"]
+    lines = page["Evaluation"]
+    assert lines[1:5] == [
+        "few: few.jsonl; all 4 prompts x 4 completions = 16",
+        "some: few.jsonl; at most 4 prompts x 4 completions = 16",
+        "own: reverse with seed 1000000000; 128 prompts x 4 completions = 512",
+        "many: many.jsonl; 20 prompts x 4 completions = 80",
+    ]
+    assert lines[6].startswith(f"in total at most {2 * (16 + 16 + 512 + 80)} completions")
+    there = ["hydra/launcher=slurm", "seed=0,1"]
+    lines = dict(page_sections(check([*run, asked, *there], multirun=True)))["Evaluation"]
+    assert lines[1] == "few: few.jsonl; at most 128 prompts x 4 completions = 512"
+
+
 def test_check_says_the_longest_document_of_recorded_rollouts(folder_of_user):
     def page_of(rows: int, *, more: int) -> dict[str, list[str]]:
         file = f"{rows}-{more}.jsonl"
