@@ -16,6 +16,7 @@ for schedule, steps in (("cosine", 5), ("linear", 1), ("constant", 1), ("linear"
     of = replace(optimizer, schedule=schedule)
     other = PolicyGradientModule(policy, loss, Computation(check_finite=False), of, max_steps=2)
     loader.max_steps = steps
+    rollouts.trained = other
     try:
         fit(other, loader)
     except ConfigError as error:

@@ -16,7 +16,7 @@ from pgtoolkit.document import Document, fields_of
 from pgtoolkit.errors import VerifierLost
 from pgtoolkit.losses.adaptive_kl import AdaptiveKL
 from pgtoolkit.losses.corrections import Correction
-from pgtoolkit.losses.kl import KL
+from pgtoolkit.losses.kl import KL, REWARD_KINDS
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.batch_counts import steps_ahead, steps_before
@@ -38,6 +38,7 @@ from pgtoolkit.rollouts.passes import Passes
 from pgtoolkit.rollouts.recording import write_batch
 from pgtoolkit.rollouts.saved_batches import STATE
 from pgtoolkit.rollouts.settings import (
+    WITHOUT_OTHERS,
     AccumulationSettings,
     AdvantageSettings,
     OldLogProbs,
@@ -47,7 +48,8 @@ from pgtoolkit.rollouts.settings import (
 from pgtoolkit.rollouts.source import Source
 from pgtoolkit.rollouts.stages import Stopwatch
 from pgtoolkit.runs.records import expect
-from pgtoolkit.sampling.samplers import Sampler
+from pgtoolkit.sampling.samplers import Sampler, TransformersSampler
+from pgtoolkit.sampling.settings import SamplingSettings
 from pgtoolkit.sampling.trained_policy import TrainedPolicy
 from pgtoolkit.system.background import in_background
 from pgtoolkit.system.declared import AutoOrBool
@@ -55,9 +57,6 @@ from pgtoolkit.tasks.prompts import Answer, TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
 
 log = logging.getLogger("pgtoolkit")
-
-_NOT_COMPARING = ("none", "gae", "reinforce_plus_plus", "custom")
-"""Estimators that do not compare the rewards of a prompt, or that may not."""
 
 
 class _PendingBatch(NamedTuple):
@@ -114,6 +113,10 @@ class SampledRollouts(Source):
     share_prompts: AutoOrBool = False
 
     def __post_init__(self) -> None:
+        self._check_estimator()
+        self._check_penalty()
+        if isinstance(self.sampler, TransformersSampler):
+            self._check_sampling(self.sampler.sampling)
         self._rollout = self.settings
         self.batch_size = self._rollout.prompts_per_batch * self._rollout.group_size
         self.passes = Passes.of(self._rollout, self.seed)
@@ -129,7 +132,7 @@ class SampledRollouts(Source):
             is_ahead=self._ahead > 0,
             reads_early=self._rollout.save_path is not None
             or self.penalty is not None
-            or (self.correction is not None and not self.correction.of_policy),
+            or self._corrects(),
             has_kl_reward=self.penalty is not None,
             reference_every=self.reference_every,
             share_prompts=self.share_prompts,
@@ -144,7 +147,7 @@ class SampledRollouts(Source):
         # Rows of the task whose prompts were solved, and are not asked again.
         self._retired: set[int] = set()
         # The note is given once, and not where the rewards of a prompt are not compared.
-        self._may_note_small_rewards = self.estimator.name not in _NOT_COMPARING
+        self._may_note_small_rewards = self.estimator.name not in WITHOUT_OTHERS
         self._pending: _PendingBatch | None = None
         # Prompt number -> its completions, of a batch that nobody could score: they are scored when
         # a resumed run begins that batch, instead of others of newer weights.
@@ -153,6 +156,88 @@ class SampledRollouts(Source):
         self._rounds: list[tuple[Sequence[int], list[list[Completion]]]] = []
         # The latest call of the sampler in a background thread.
         self._background: Future | None = None
+
+    def _check_estimator(self) -> None:
+        """Raise ValueError for an estimator that cannot make advantages of these completions."""
+        name = self.estimator.name
+        if name == "given":
+            raise ValueError(
+                "estimator 'given' needs RecordedRollouts: a completion that is sampled has no "
+                "advantage yet. Use Estimator('dr_grpo')"
+            )
+        if (name == "gae") != (self.gae is not None):
+            raise ValueError(
+                "estimator 'gae' and gae=AdvantageSettings(estimator='gae') need each other (got "
+                f"{name!r} and gae={self.gae and 'AdvantageSettings(...)'}): the critic's values "
+                "make the advantages. Use both, or neither"
+            )
+        if self.settings.group_size == 1 and name not in WITHOUT_OTHERS:
+            raise ValueError(
+                f"estimator {name!r} needs a group_size above 1 (got 1): with one completion there "
+                "is nothing to compare it with. Use PolicyRolloutSettings(..., group_size=8)"
+            )
+        replaces = self.settings.max_sampling_rounds > 1
+        drops = self.settings.uninformative == Uninformative.drop
+        if (replaces or drops) and name in ("gae", "reinforce_plus_plus"):
+            setting = "max_sampling_rounds" if replaces else "uninformative='drop'"
+            raise ValueError(
+                f"{setting} needs an estimator that compares the completions of a prompt (got "
+                f"{name!r}): here a prompt whose completions all score the same teaches, too. Use "
+                "Estimator('dr_grpo')"
+            )
+
+    def _check_penalty(self) -> None:
+        """Raise ValueError for a penalty that cannot be taken off rewards."""
+        if self.penalty is None:
+            if self.adaptive_kl is not None:
+                raise ValueError(
+                    "adaptive_kl needs penalty=, whose coefficient it is (got None). Use "
+                    "penalty=KL('k3', coefficient=...), or leave it out; that of a penalty in the "
+                    "loss is an attribute of the module"
+                )
+            return
+        if self.penalty.kind not in REWARD_KINDS:
+            raise ValueError(
+                f"penalty needs a KL of kind {' or '.join(REWARD_KINDS)} (got "
+                f"{self.penalty.kind!r}): a reward is made of the log-probs of the tokens that "
+                "were sampled. Use Loss(..., kl=...) for this one"
+            )
+        if self.estimator.name in ("none", "gdpo", "max_rl"):
+            reason = "it reads no reward"
+            if self.estimator.name == "max_rl":
+                reason = "a reward of 0 is below 0 once the penalty is taken off"
+            raise ValueError(
+                f"penalty needs another estimator (got {self.estimator.name!r}): {reason}. Use "
+                "Estimator('dr_grpo'), or Loss(..., kl=...)"
+            )
+
+    def _check_sampling(self, sampling: SamplingSettings) -> None:
+        """Raise ValueError for a sampler that samples in another way than the rollouts say.
+
+        sampling: the sampler's settings.
+        """
+        wanted = self.settings.sampling
+        for name in ("temperature", "top_p", "top_k", "max_completion_length", "stop"):
+            got = _in_one_form(name, sampling)
+            needed = _in_one_form(name, wanted)
+            if got != needed:
+                raise ValueError(
+                    f"sampler needs {name}={needed!r}, as the settings of the rollouts have (got "
+                    f"{got!r}): log-probs are taken as these say. Use "
+                    "dataclasses.replace(settings.sampling, keep_top=...) for both"
+                )
+        of_sampler = self.settings.old_log_probs == OldLogProbs.sampling
+        if sampling.is_truncated and sampling.keep_top == 0 and (of_sampler or self._corrects()):
+            what = "old_log_probs='sampling'" if of_sampler else "a correction"
+            raise ValueError(
+                f"{what} with top_p or top_k needs a sampler with keep_top above 0 (got 0): its "
+                "log-probs are renormalised over the tokens that sampling keeps. Use "
+                "dataclasses.replace(settings.sampling, keep_top=32)"
+            )
+
+    def _corrects(self) -> bool:
+        """Return whether the loss corrects for the gap to the sampler."""
+        return self.correction is not None and not self.correction.of_policy
 
     @property
     def num_documents(self) -> int | None:
@@ -561,3 +646,11 @@ def _saved(completion: Completion) -> dict[str, object]:
     fields = dict(vars(completion))
     del fields["conversation"]
     return fields
+
+
+def _in_one_form(name: str, sampling: SamplingSettings) -> object:
+    """Return a setting of sampling: texts as a list, and no top_p where it leaves out nothing."""
+    value = getattr(sampling, name)
+    if name == "stop":
+        return [*value]
+    return None if name == "top_p" and value == 1 else value

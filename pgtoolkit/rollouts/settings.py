@@ -383,6 +383,9 @@ class AdvantageEstimator(StrEnum):
     custom = "custom"
 
 
+WITHOUT_OTHERS = ("none", "given", "custom", "reinforce_plus_plus", "gae")
+"""Estimators that need no second completion of a prompt, or that may need none."""
+
 _ONLY_GAE: Declared = {
     "learns": "advantage.estimator=gae",
     "only_if": "advantage.estimator=gae",

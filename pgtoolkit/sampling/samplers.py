@@ -162,8 +162,8 @@ class TransformersSampler:
 
     is_async: whether completions are asked for in a thread while the model is trained
         (rollout.max_staleness).
-    The attribute `settings` holds those of sampling for transformers; of the model's
-    generation_config.json only the end-of-sequence tokens are taken.
+    The attribute `sampling` holds how it samples, and `settings` the same for transformers; of the
+    model's generation_config.json only the end-of-sequence tokens are taken.
     is_copy: whether `policy` is a copy already, which nobody trains, and which its owner fills
         before `publish`.
     """
@@ -179,6 +179,7 @@ class TransformersSampler:
         is_copy: bool = False,
     ):
         self._static_cache = settings.static_cache
+        self.sampling = sampling
         self.settings = generation_settings(policy, sampling)
         self._live = policy
         self._version = 0

@@ -13,6 +13,7 @@ from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.training import frameworks
 from pgtoolkit.training.accumulation import DynamicAccumulation
 from pgtoolkit.training.callbacks import OwnParts, Reporting
+from pgtoolkit.training.fitting_parts import check_parts
 from pgtoolkit.training.frameworks import (
     LightningEnvironment,
     Logger,
@@ -33,11 +34,13 @@ def fit(
 
     An epoch of the Trainer is a batch of rollouts, with all its steps, or a pass over recorded
     ones. The metrics of each step are in `trainer.callback_metrics`, and go to the loggers.
-    Raises ConfigError for a callback whose work pgtoolkit does itself, such as ModelCheckpoint, and
-    for a schedule that ends with another step than the loader.
+    Raises ConfigError for a callback whose work pgtoolkit does itself, such as ModelCheckpoint, for
+    a schedule that ends with another step than the loader, and for rollouts and steps that do not
+    fit the loss.
     """
     if isinstance(module, PolicyGradientModule):
         module.refuse_another_end(loader.max_steps)
+        check_parts(module, loader)
     parts = OwnParts()
     for part in (*callbacks, *loggers, *([] if profiler is None else [profiler])):
         parts.add(type(part).__name__, part)

@@ -13,8 +13,9 @@ from builders.documents import document_of
 
 from pgtoolkit import corrections
 from pgtoolkit.errors import ConfigError, PgtoolkitError
-from pgtoolkit.families import Gspo, Reinforce
+from pgtoolkit.families import Gspo, Lpo, Reinforce, Tpo
 from pgtoolkit.kernels.losses import Computation
+from pgtoolkit.losses.adaptive_kl import AdaptiveKL
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
@@ -23,11 +24,28 @@ from pgtoolkit.model.settings import TinyModelSettings
 from pgtoolkit.model.setup import build_policy
 from pgtoolkit.ranks.environment import AXES
 from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.rollouts.estimator import Estimator
+from pgtoolkit.rollouts.sampled import SampledRollouts
+from pgtoolkit.rollouts.settings import (
+    AccumulationSettings,
+    AdvantageEstimator,
+    AdvantageSettings,
+    PolicyRolloutSettings,
+)
+from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.rollouts.steps import make_step
+from pgtoolkit.sampling.samplers import TransformersSampler
+from pgtoolkit.sampling.settings import TransformersSamplerSettings
+from pgtoolkit.tasks.prompts import TokenizedTask
+from pgtoolkit.tasks.settings import ReverseTaskSettings
+from pgtoolkit.tasks.tasks import ReverseTask
+from pgtoolkit.training.fit import fit
+from pgtoolkit.training.fitting_parts import check_parts
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.settings import OptimizerSettings
 
 STAGES = "pipeline_parallel"
+NOTHING: dict[str, Any] = {}
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +61,14 @@ def module_of(policy: Policy, **changes: Any) -> PolicyGradientModule:
         return {name: changes.pop(name) for name in names if name in changes}
 
     loss: dict[str, Any] = {"family": Reinforce(), "metrics": "basic"}
-    loss |= taken("family", "metrics", "kl", "correction")
-    computation: dict[str, Any] = {"check_finite": False} | taken("impl", "num_splits", "logits_memory_mb")
+    loss |= taken("family", "metrics", "kl", "correction", "temperature", "entropy_top_fraction")
+    aggregation = aggregation_of(changes.pop("aggregation", "token_mean"))
+    computation: dict[str, Any] = {"check_finite": False} | taken(
+        "impl", "num_splits", "logits_memory_mb"
+    )
     return PolicyGradientModule(
         policy,
-        Loss(aggregation=aggregation_of("token_mean"), **loss),
+        Loss(aggregation=aggregation, **loss),
         Computation(**computation),
         OptimizerSettings(learning_rate=1e-3),
         max_steps=2,
@@ -110,6 +131,188 @@ def test_a_pipeline_has_neither_metrics_nor_a_reference(policy):
         module_of(policy, layout=stages)
     with pytest.raises(ValueError, match=r"^reference needs a layout with pipeline_parallel=1"):
         module_of(policy, metrics="none", layout=stages, reference=policy)
+
+
+def loader_of(
+    module: PolicyGradientModule,
+    estimator: Any = "dr_grpo",
+    keep_top: int = 0,
+    rollout: dict[str, Any] = NOTHING,
+    accumulation: dict[str, Any] = NOTHING,
+    sampling: dict[str, Any] = NOTHING,
+    close_on_groups: bool = False,
+    **options: Any,
+) -> StepLoader:
+    """Return the steps of rollouts that the module samples; options: of the rollouts."""
+    policy = module.policy
+    settings = PolicyRolloutSettings(max_completion_length=4, **rollout)
+    sampler = TransformersSampler(
+        policy,
+        replace(settings.sampling, keep_top=keep_top, **sampling),
+        TransformersSamplerSettings(),
+    )
+    end: Any = [policy.tokenizer.eos_token_id]
+    task = TokenizedTask(ReverseTask(ReverseTaskSettings(), seed=0), policy.tokenizer, end)
+    steps = AccumulationSettings(max_tokens=64, **accumulation)
+    rollouts = SampledRollouts(
+        task, sampler, module, settings, Estimator(estimator), steps, **options
+    )
+    return StepLoader(rollouts, steps, close_on_groups, max_steps=2)
+
+
+ROLLOUTS = [
+    ({"estimator": "given"}, "^estimator 'given' needs RecordedRollouts"),
+    ({"estimator": "gae"}, r"^estimator 'gae' and gae=.*got 'gae' and gae=None"),
+    (
+        {"gae": AdvantageSettings(estimator=AdvantageEstimator.gae)},
+        r"^estimator 'gae' and gae=.*got 'dr_grpo' and",
+    ),
+    ({"rollout": {"group_size": 1}}, r"^estimator 'dr_grpo' needs a group_size above 1"),
+    (
+        {"estimator": "reinforce_plus_plus", "rollout": {"max_sampling_rounds": 2}},
+        r"^max_sampling_rounds needs an estimator that compares .*got 'reinforce_plus_plus'",
+    ),
+    (
+        {"estimator": "reinforce_plus_plus", "rollout": {"uninformative": "drop"}},
+        "^uninformative='drop' needs an estimator that compares",
+    ),
+    ({"adaptive_kl": AdaptiveKL(0.1, 1000, 0.1)}, "^adaptive_kl needs penalty="),
+    ({"penalty": KL("k3_ratio", 0.1)}, "^penalty needs a KL of kind k1 or k2 or k3"),
+    (
+        {"penalty": KL("k3", 0.1), "estimator": "none"},
+        r"^penalty needs another estimator \(got 'none'\): it reads no reward",
+    ),
+    (
+        {"penalty": KL("k3", 0.1), "estimator": "max_rl"},
+        "^penalty needs another estimator .*below 0 once the penalty is taken off",
+    ),
+    (
+        {"sampling": {"temperature": 0.5}},
+        r"^sampler needs temperature=1.0, as the settings .*\(got 0.5\)",
+    ),
+    ({"rollout": {"stop": ["9"]}, "sampling": {"stop": ()}}, r"^sampler needs stop=\['9'\]"),
+    (
+        {"rollout": {"top_k": 3, "old_log_probs": "sampling"}},
+        r"^old_log_probs='sampling' with top_p or top_k .* Use .*keep_top=32\)$",
+    ),
+    (
+        {"rollout": {"top_p": 0.9}, "correction": corrections.TokenMask()},
+        "^a correction with top_p or top_k needs a sampler with keep_top",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), ROLLOUTS)
+def test_rollouts_of_parts_that_do_not_fit_are_refused(policy, changes, message):
+    with pytest.raises(ValueError, match=message):
+        loader_of(module_of(policy), **changes)
+
+
+MASK = corrections.TokenMask()
+CENTERED = {"family": Reinforce(score_centering=True)}
+OF_SAMPLER = {"rollout": {"old_log_probs": "sampling"}}
+FIT = [
+    ({"family": Tpo()}, {"estimator": "none"}, r"^loss 'tpo' needs .*close_on_groups=True\)"),
+    ({"aggregation": "prompt_mean"}, {}, "^aggregation 'prompt_mean' needs .*close_on_groups"),
+    (
+        {"aggregation": "prompt_mean"},
+        {
+            "close_on_groups": True,
+            "accumulation": {"docs_per_step": 0, "micro_batches_per_step": 2},
+        },
+        r"^aggregation 'prompt_mean' needs AccumulationSettings with docs_per_step above 0",
+    ),
+    (
+        {"entropy_top_fraction": 0.5},
+        {"accumulation": {"docs_per_step": 0, "micro_batches_per_step": 2}},
+        "^entropy_top_fraction=0.5 needs AccumulationSettings with docs_per_step",
+    ),
+    ({}, {"rollout": {"temperature": 0.5}}, r"^Loss needs temperature=0.5, .*\(got 1.0\)"),
+    (
+        {},
+        {"rollout": {"truncated": "mask"}},
+        r"^truncated='mask' of the rollouts needs Loss\(..., masks_truncated=True\)",
+    ),
+    ({"correction": MASK}, {}, r"^TokenMask needs SampledRollouts\(..., correction=...\), too"),
+    (
+        {"correction": MASK},
+        OF_SAMPLER | {"correction": MASK},
+        r"^TokenMask needs PolicyRolloutSettings with other old_log_probs \(got 'sampling'\)",
+    ),
+    (CENTERED, {}, "^score_centering=True needs .* with old_log_probs='sampling'"),
+    (CENTERED, OF_SAMPLER, "^score_centering=True needs a sampler with keep_top above 0"),
+    (
+        CENTERED,
+        {"rollout": {"old_log_probs": "sampling", "top_k": 3}, "keep_top": 4},
+        r"^score_centering=True needs PolicyRolloutSettings without top_p and top_k",
+    ),
+    (
+        {"family": Lpo()},
+        {"estimator": "none", "rollout": {"lag": 1}, "close_on_groups": True},
+        "^loss 'lpo' with lag or max_staleness needs old_log_probs='proximal'",
+    ),
+    (
+        {"family": Tpo()},
+        {"estimator": "none", "rollout": {"group_size": 1}, "close_on_groups": True},
+        "^loss 'tpo' needs PolicyRolloutSettings with group_size above 1",
+    ),
+    (
+        {"aggregation": "balanced", "kl": KL("k3", 0.1)},
+        {"estimator": "none", "close_on_groups": True},
+        "^aggregation 'balanced' needs an estimator that gives each completion one advantage",
+    ),
+    ({"kl": KL("k1", 0.1)}, {"estimator": "none"}, "^loss 'reinforce' needs an estimator other"),
+]
+
+
+@pytest.mark.parametrize(("of_module", "of_loader", "message"), FIT)
+def test_steps_that_do_not_fit_the_loss_are_refused(policy, of_module, of_loader, message):
+    module = module_of(policy, **of_module)
+    with pytest.raises(ConfigError, match=message):
+        fit(module, loader_of(module, **of_loader))
+
+
+FITTING = [
+    ({}, {}),
+    ({"family": Tpo()}, {"estimator": "none", "close_on_groups": True}),
+    (
+        CENTERED,
+        {"rollout": {"old_log_probs": "sampling"}, "keep_top": 4},
+    ),
+    ({"correction": MASK}, {"correction": MASK}),
+    ({"kl": KL("k3", 0.1)}, {"estimator": "none"}),
+    ({"temperature": 0.5}, {"rollout": {"temperature": 0.5}}),
+]
+
+
+@pytest.mark.parametrize(("of_module", "of_loader"), FITTING)
+def test_steps_that_fit_the_loss_are_not_refused(policy, of_module, of_loader):
+    module = module_of(policy, **of_module)
+    check_parts(module, loader_of(module, **of_loader))
+
+
+def test_rollouts_are_of_the_module_that_is_trained_and_of_its_steps(policy):
+    module = module_of(policy)
+    loader = loader_of(module)
+    with pytest.raises(ConfigError, match="needs trained=, the module that fit trains"):
+        fit(module_of(policy), loader)
+    loader.accumulation = AccumulationSettings(max_tokens=32)
+    with pytest.raises(ConfigError, match="need the same AccumulationSettings"):
+        fit(module, loader)
+
+
+def test_a_coefficient_that_adapts_is_that_of_a_penalty(policy):
+    module = module_of(policy)
+    module.adaptive_kl = AdaptiveKL(0.1, 1000, 0.1)
+    with pytest.raises(ConfigError, match=r"^adaptive_kl of a module needs a penalty"):
+        fit(module, loader_of(module))
+    of_rewards = {"penalty": KL("k3", 0.1), "adaptive_kl": module.adaptive_kl}
+    check_parts(module, loader_of(module, **of_rewards))
+    of_loss = module_of(policy, kl=KL("k3", 0.1))
+    of_loss.adaptive_kl = AdaptiveKL(0.1, 1000, 0.1)
+    carrying = loader_of(of_loss, accumulation={"last_step": "carry"})
+    with pytest.raises(ConfigError, match=r"^adaptive_kl needs .* another last_step .*'carry'"):
+        fit(of_loss, carrying)
 
 
 def documents(ref_log_probs: float | None = None) -> list:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pgtoolkit.config.rules.rule import Rule
+from pgtoolkit.losses.kl import REWARD_KINDS
+from pgtoolkit.rollouts.settings import WITHOUT_OTHERS
 
 _READS_NO_REWARDS = "loss!=custom and loss!=tpo and loss!=lpo"
 """Holds for losses of ours that are 0 where advantages are. What one of the user's own reads is
@@ -270,8 +272,7 @@ ADVANTAGE = (
         use="rollout.overlong_buffer=null or advantage=dr_grpo",
     ),
     Rule(
-        "advantage!=none and advantage!=given and advantage!=custom and "
-        "advantage!=reinforce_plus_plus and advantage!=gae",
+        " and ".join(f"advantage!={name}" for name in WITHOUT_OTHERS),
         needs="rollout.group_size!=1",
         because="With one completion there is nothing to compare it with: the advantage is 0 or "
         "undefined.",
@@ -451,7 +452,7 @@ KL = (
     ),
     Rule(
         "kl.place=reward and kl!=none",
-        needs="kl=k1 or kl=k2 or kl=k3",
+        needs=" or ".join(f"kl={kind}" for kind in REWARD_KINDS),
         because="A reward is made of the log-probs of the tokens that were sampled, before any "
         "update.",
         use="kl=k1 or kl.place=loss",
@@ -470,7 +471,7 @@ KL = (
     ),
     Rule(
         "kl.target!=null and kl!=none",
-        needs="kl=k1 or kl=k2 or kl=k3",
+        needs=" or ".join(f"kl={kind}" for kind in REWARD_KINDS),
         because="The target is compared with the term of single tokens, without a ratio.",
         use="kl=k3 or kl.target=null",
     ),
