@@ -31,6 +31,9 @@ KEPT = (
 )
 """Columns of metrics.jsonl that an archive keeps."""
 
+KEPT_OF_TUNING = ("step", "time", "documents_seen", "num_tokens", "reward", "grad_norm")
+"""Those of runs in a folder with `rates` in its name, which chose a learning rate and no more."""
+
 _PRIVATE = ("host", "pid")
 """Entries of a status that an archive leaves out."""
 
@@ -73,7 +76,8 @@ def pack(file: Path, sweeps: list[Path]) -> None:
 def _content(run: Path, status: dict) -> dict[str, str]:
     """Return the files that an archive has of a run, by name."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    short = [{name: _short(row[name]) for name in KEPT if name in row} for row in rows]
+    kept = KEPT_OF_TUNING if "rates" in run.parent.name else KEPT
+    short = [{name: _short(row[name]) for name in kept if name in row} for row in rows]
     content = {
         "metrics.jsonl": "".join(json.dumps(row) + "\n" for row in short),
         "status.json": json.dumps({name: status[name] for name in status if name not in _PRIVATE}),

@@ -8,8 +8,8 @@ It unpacks all packed runs into a temporary folder and fills each of PAGES. Betw
 `<!-- runs -->` comes what was run, from the runs' own files; after `<!-- repeats SWEEP -->` the
 evaluations of its runs; after `<!-- curves SWEEP... -->` their means; after
 `<!-- warning SWEEP... -->` what the effective sample size said before they collapsed
-(warning.py); after `<!-- summary -->`, `<!-- brief -->`, `<!-- old -->`, `<!-- passes -->` and
-`<!-- power -->` the planned contrasts (summary.py).
+(warning.py); after `<!-- summary -->`, `<!-- brief -->`, `<!-- old -->`, `<!-- passes -->`,
+`<!-- lora -->`, `<!-- rates -->` and `<!-- power -->` the planned contrasts (summary.py).
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ SWEEPS = (
     "study_anchor",
 )
 _PART = re.compile(
-    r"(?s)(<!-- (compare|runs|repeats|curves|warning|summary|brief|old|passes|power)([^>]*) -->\n)"
-    r".*?(<!-- end -->)"
+    r"(?s)(<!-- (compare|runs|repeats|curves|warning|summary|brief|old|passes|lora|rates|power)"
+    r"([^>]*) -->\n).*?(<!-- end -->)"
 )
 _NOT_RUN = "Not run.\n\n"
 
@@ -99,17 +99,24 @@ def filled(page: Path, sweeps: Path, draw: bool = True) -> str:
     return _PART.sub(part, page.read_text())
 
 
-def _summarised(sweeps: Path, kind: str, draw: bool) -> str:
-    """Return the table of all parts' differences.
+_OF_SWEEPS = {
+    "old": summary.old_rows,
+    "passes": summary.passes_rows,
+    "lora": summary.lora_rows,
+    "rates": summary.rate_rows,
+}
+"""Tables that summary.py makes of the sweeps of one question."""
 
-    kind: summary, brief, old for the arms on old documents, passes for several passes over a batch,
-    or power for the differences that could have been seen.
+
+def _summarised(sweeps: Path, kind: str, draw: bool) -> str:
+    """Return a table of planned contrasts.
+
+    kind: one of _OF_SWEEPS, or summary, brief, or power for the differences that could have been
+    seen, of all parts.
     """
+    if kind in _OF_SWEEPS:
+        return _table(_OF_SWEEPS[kind](sweeps))
     parts = {part.name: summary.contrasts(part, sweeps) for part in summary.PARTS}
-    if kind == "old":
-        return _table(summary.old_rows(sweeps))
-    if kind == "passes":
-        return _table(summary.passes_rows(sweeps))
     if kind == "power":
         return _table(summary.power_rows(parts))
     if kind == "brief":

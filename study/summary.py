@@ -192,15 +192,21 @@ def table_rows(parts: dict[str, dict[str, Contrast]]) -> list[list[str]]:
     for arm, name in NAMES.items():
         row = [name]
         for part in PARTS:
-            contrast = parts[part.name][arm]
-            low, high = contrast.pair.interval or (math.nan, math.nan)
-            row.append(f"{contrast.pair.difference:+.3f} [{low:+.3f}, {high:+.3f}]")
-            is_certain = contrast.verdict != "unknown"
-            row.append(
-                f"{f'**{contrast.verdict}**' if is_certain else 'unknown'} ({contrast.predicted})"
-            )
+            row += _cells(parts[part.name][arm])
         rows.append(row)
     return rows
+
+
+def _cells(contrast: Contrast) -> list[str]:
+    """Return the difference with its interval, and the verdict with what was predicted."""
+    low, high = contrast.pair.interval or (math.nan, math.nan)
+    difference = round(contrast.pair.difference, 3) + 0.0  # no sign of a zero
+    is_certain = contrast.verdict != "unknown"
+    found = f"**{contrast.verdict}**" if is_certain else "unknown"
+    return [
+        f"{difference:+.3f} [{low:+.3f}, {high:+.3f}]",
+        f"{found} ({contrast.predicted})",
+    ]
 
 
 def brief_rows(parts: dict[str, dict[str, Contrast]]) -> list[list[str]]:
@@ -236,11 +242,8 @@ def old_rows(sweeps: Path) -> list[list[str]]:
     rows.append(["`grpo`", rate, f"{base:.3f}", "", "", *drift])
     for arm, (name, sweep) in OLD_ARMS.items():
         contrast = by_arm[arm]
-        low, high = contrast.pair.interval or (math.nan, math.nan)
         rate, *drift = _of_runs(sweeps / f"pretrained_loss_old_{sweep}")
-        difference = f"{contrast.pair.difference:+.3f} [{low:+.3f}, {high:+.3f}]"
-        verdict = f"**{contrast.verdict}** ({contrast.predicted})"
-        rows.append([name, rate, f"{contrast.means[1]:.3f}", difference, verdict, *drift])
+        rows.append([name, rate, f"{contrast.means[1]:.3f}", *_cells(contrast), *drift])
     return rows
 
 
@@ -249,27 +252,95 @@ PASSES = {"grpo": "`grpo`", "cispo": "`cispo`", "reinforce": "`reinforce`", "ppo
 
 
 def passes_rows(sweeps: Path) -> list[list[str]]:
-    """Return a row of each loss: its rates and final values with one and four passes over each
-    batch, their difference and verdict."""
+    """Return a row of each loss: its rates and final values with one, two and four passes over each
+    batch, and what two and four are against one."""
     rows = [
         [
-            "passes over a batch",
-            "one: rate, pass@1",
-            "four: rate, pass@1",
-            "four less one",
+            "each at its best rate",
+            "one pass",
+            "two",
+            "less one",
+            "verdict (predicted)",
+            "four",
+            "less one",
             "verdict (predicted)",
         ]
     ]
     for loss, name in PASSES.items():
-        folders = (f"pretrained_loss_{loss}", f"pretrained_loss_passes_4_{loss}")
-        [contrast] = contrasts(Part("", "seeds", {"pretrained_passes": folders}), sweeps).values()
-        row = [name]
-        for folder, value in zip(folders, contrast.means, strict=True):
-            row.append(f"{_rate_of(find_runs([str(sweeps / folder)], set()))}, {value:.3f}")
-        low, high = contrast.pair.interval or (math.nan, math.nan)
-        row.append(f"{contrast.pair.difference:+.3f} [{low:+.3f}, {high:+.3f}]")
-        rows.append([*row, f"{contrast.verdict} ({contrast.predicted})"])
+        one = f"pretrained_loss_{loss}"
+        several = {number: f"pretrained_loss_passes_{number}_{loss}" for number in ("2", "4")}
+        by_number = _planned("pretrained_passes", [one, *several.values()], sweeps)
+        row = [name, _final(one, by_number["2"].means[0], sweeps)]
+        for number, folder in several.items():
+            contrast = by_number[number]
+            row += [_final(folder, contrast.means[1], sweeps), *_cells(contrast)]
+        rows.append(row)
     return rows
+
+
+def lora_rows(sweeps: Path) -> list[list[str]]:
+    """Return a row of each loss with LoRA: rate and final value, and what it is against `grpo` with
+    LoRA and against itself with all weights."""
+    rows = [
+        [
+            "LoRA of rank 32",
+            "its rate and pass@1",
+            "less `grpo`",
+            "verdict (predicted)",
+            "less all weights",
+            "verdict (predicted)",
+        ]
+    ]
+    losses = ("grpo", "cispo", "reinforce")
+    folders = {loss: f"pretrained_loss_lora_low_{loss}" for loss in losses}
+    by_loss = _planned("pretrained_lora_low", [*folders.values()], sweeps)
+    for loss, folder in folders.items():
+        names = [f"pretrained_loss_{loss}", folder]
+        [against_all] = _planned("pretrained_lora_low_all", names, sweeps).values()
+        against_grpo = _cells(by_loss[loss]) if loss != "grpo" else ["", ""]
+        final = _final(folder, against_all.means[1], sweeps)
+        rows.append([f"`{loss}`", final, *against_grpo, *_cells(against_all)])
+    return rows
+
+
+def rate_rows(sweeps: Path) -> list[list[str]]:
+    """Return a row of each loss at the rate that TRL and verl take where none is named: what it is
+    against its own rate, and against `grpo` at the same rate."""
+    rows = [
+        [
+            "",
+            "own rate and pass@1",
+            "1e-6",
+            "less own rate",
+            "verdict (predicted)",
+            "less `grpo` at 1e-6",
+            "verdict (predicted)",
+        ]
+    ]
+    losses = ("grpo", "gspo", "cispo", "reinforce")
+    folders = {loss: f"pretrained_loss_rate_1e-6_{loss}" for loss in losses}
+    by_loss = _planned("pretrained_rate_common", [*folders.values()], sweeps)
+    for loss, folder in folders.items():
+        own = f"pretrained_loss_{loss}"
+        file, names = "pretrained_rate", [own, folder]
+        if loss == "gspo":
+            file, names = "pretrained_rate_gspo", [*names, "pretrained_loss_rate_1e-5_gspo"]
+        against_own = _planned(file, names, sweeps)["1e-06"]
+        against_grpo = _cells(by_loss[loss]) if loss != "grpo" else ["", ""]
+        before, after = against_own.means
+        finals = [_final(own, before, sweeps), f"{after:.3f}"]
+        rows.append([f"`{loss}`", *finals, *_cells(against_own), *against_grpo])
+    return rows
+
+
+def _planned(file: str, names: list[str], sweeps: Path) -> dict[str, Contrast]:
+    """Return the contrasts of a file of predictions for these sweeps."""
+    return contrasts(Part("", "seeds", {file: tuple(names)}), sweeps)
+
+
+def _final(folder: str, value: float, sweeps: Path) -> str:
+    """Return the learning rate of a sweep's runs, with their final value."""
+    return f"{_rate_of(find_runs([str(sweeps / folder)], set()))}: {value:.3f}"
 
 
 def _of_runs(sweep: Path) -> tuple[str, str, str]:

@@ -132,17 +132,15 @@ def unpacked(tmp_path_factory):
     ("page", "parts"),
     [
         (pages.README, 1),
-        (pages.PAGE, 3),
+        (pages.PAGE, 5),
         (pages.FROM_SCRATCH, 19),
-        (pages.PRETRAINED, 34),
+        (pages.PRETRAINED, 46),
     ],
 )
 def test_the_pages_are_what_their_command_writes(unpacked, page, parts):
     content = page.read_text()
     assert pages.filled(page, unpacked, draw=False) == content
-    kinds = re.findall(
-        "<!-- (compare|runs|repeats|curves|warning|summary|brief|old|passes|power) ?", content
-    )
+    kinds = re.findall(r"<!-- (?!end|which)(\w+) ?", content)
     of_tests = content.count("<!-- which GRPO -->")  # tests/config/test_readme.py
     assert content.count("<!-- end -->") - of_tests == len(kinds) == parts
     for picture in re.findall(r"\]\((\S*images/\S*)\)", content):
@@ -167,6 +165,34 @@ def test_a_row_of_the_arms_on_old_documents_is_that_of_their_files(unpacked):
     row = next(row for row in summary.old_rows(unpacked) if row[0] == "weights up to 2")
     assert row[1] == "1e-5"
     assert (row[2], *row[-2:]) == (f"{solved:.3f}", f"{size:.2f}", f"{distance:.3f}")
+
+
+@pytest.mark.parametrize(
+    ("rows", "name", "place", "sweeps"),
+    [
+        (summary.passes_rows, "`cispo`", 2, ("loss_cispo", "loss_passes_2_cispo")),
+        (summary.passes_rows, "PPO", 5, ("loss_ppo", "loss_passes_4_ppo")),
+        (summary.lora_rows, "`reinforce`", 1, ("loss_lora_low_grpo", "loss_lora_low_reinforce")),
+        (summary.rate_rows, "`gspo`", 2, ("loss_gspo", "loss_rate_1e-6_gspo")),
+    ],
+)
+def test_a_row_of_passes_lora_and_rates_is_that_of_its_files(unpacked, rows, name, place, sweeps):
+    """The final value, and the mean of the differences of the eight seeds."""
+    finals = []
+    for sweep in sweeps:
+        of_seeds = {}
+        for file in sorted((unpacked / f"pretrained_{sweep}").glob("*/evaluations.jsonl")):
+            rows_of_run = [json.loads(line) for line in file.read_text().splitlines()]
+            seed = re.search(r"seed-(\d+)", str(file))[1]
+            of_seeds[seed] = np.mean([row["pass@1"] for row in rows_of_run[-2:]])
+        finals.append(of_seeds)
+    first, second = finals
+    assert first.keys() == second.keys()
+    assert len(first) == 8
+    row = next(row for row in rows(unpacked) if row[0] == name)
+    assert row[place].rpartition(" ")[2] == f"{np.mean([*second.values()]):.3f}"
+    difference = np.mean([second[seed] - first[seed] for seed in first])
+    assert row[place + 1].partition(" ")[0] == f"{difference:+.3f}"
 
 
 def test_the_picture_of_all_parts_is_drawn(unpacked, tmp_path):
@@ -356,7 +382,9 @@ def test_the_worked_sums_are_right_and_only_what_follows_the_last_semicolon_coun
         (pages.PRETRAINED, "* **P4 is not answered**", "The effective sample size", 14),
         (pages.PRETRAINED, "**PPO is equal", "## S1", 3),
         (pages.PRETRAINED, "* **The control is found.** Half", "## S2", 7),
-        (pages.PRETRAINED, "* **Four passes are no gain", "## What was run", 14),
+        (pages.PRETRAINED, "* **Two passes are better", "## S3", 22),
+        (pages.PRETRAINED, "* **Not answered, though", "## S4", 17),
+        (pages.PRETRAINED, "* **At 1e-6 this model", "## What was run", 9),
         (pages.PAGE, "## What was found", "## What it could have seen", 13),
     ],
 )
