@@ -52,14 +52,18 @@ from builders.losses import (
     TYPICAL_LOSSES,
     make_case,
 )
-from builders.runs import SHORT, assert_equal, module_and_loader, some_documents
+from builders.parts import OPTIMIZER, short_module, short_policy
+from builders.runs import assert_equal, some_documents
 
 from pgtoolkit import policy_loss
 from pgtoolkit.batch import Step, StepTotals, pack
+from pgtoolkit.losses.aggregation import aggregation_of
+from pgtoolkit.losses.families import FAMILIES
+from pgtoolkit.losses.objective import Loss
 from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.checkpoint import load_newest, save_checkpoint
-from pgtoolkit.training.module import PolicyGradientModule
+from pgtoolkit.training.settings import OptimizerSettings
 from pgtoolkit.training.state import restore, snapshot
 
 
@@ -78,18 +82,16 @@ def test_the_tests_named_in_the_table_exist():
 LENGTHS = (9, 5, 12, 7, 3, 6)
 
 
-def module_of(*overrides: str) -> PolicyGradientModule:
-    return module_and_loader(*SHORT, *overrides)[0]
-
-
 def step_of(max_tokens: int) -> Step:
     """Return a step of six documents, in micro-batches of at most `max_tokens`."""
     return make_step(some_documents(lengths=LENGTHS), max_tokens, {})
 
 
-def after_one_step(max_tokens: int, *overrides: str) -> tuple[dict[str, float], list[torch.Tensor]]:
+def after_one_step(
+    max_tokens: int, loss: Loss, kernel: str, optimizer: OptimizerSettings
+) -> tuple[dict[str, float], list[torch.Tensor]]:
     """Return the metrics of a step and the weights after it."""
-    module = module_of(*overrides)
+    module = short_module(loss, kernel, optimizer=optimizer)
     metrics = module.training_step(step_of(max_tokens), 0)["metrics"]
     return metrics, [parameter.detach() for parameter in module.parameters()]
 
@@ -97,18 +99,15 @@ def after_one_step(max_tokens: int, *overrides: str) -> tuple[dict[str, float], 
 @pytest.mark.parametrize(("number", "objective"), [*enumerate(OBJECTIVES)])
 def test_an_update_does_not_depend_on_the_number_of_micro_batches(number, objective):
     """Compare loss, gradient norm, and the weights after the clipped update of AdamW."""
-    loss, aggregation, level = objective
-    overrides = [
-        f"loss={loss}",
-        *(f"loss.{name}={value}" for name, value in PARAMETERS[loss].items()),
-        f"aggregation={aggregation}",
-        f"metrics={level}",
-        f"kernel={('torch', 'fused_linear')[number % 2]}",
-        # Far above the gradient: AdamW's update then depends on the gradient's scale.
-        "optimizer.epsilon=1e3",
-    ]
-    uncut, expected = after_one_step(1000, *overrides)
-    cut, weights = after_one_step(12, *overrides)
+    name, aggregation, level = objective
+    divisor = 4 if aggregation == "constant" else None
+    family = FAMILIES[name](**PARAMETERS[name])
+    loss = Loss(family, aggregation_of(aggregation, divisor), metrics=level)
+    kernel = ("torch", "fused_linear")[number % 2]
+    # Far above the gradient: AdamW's update then depends on the gradient's scale.
+    optimizer = dataclasses.replace(OPTIMIZER, epsilon=1e3)
+    uncut, expected = after_one_step(1000, loss, kernel, optimizer)
+    cut, weights = after_one_step(12, loss, kernel, optimizer)
     assert uncut["num_micro_batches"] == 1
     assert cut["num_micro_batches"] == 5
     for name in ("loss", "grad_norm"):
@@ -182,9 +181,8 @@ def test_the_same_step_twice_gives_the_same_bits(loss, impl):
 
 def test_an_update_is_made_at_the_reported_learning_rate():
     """AdamW's first update changes a weight by the learning rate, but for epsilon."""
-    module = module_of(
-        "optimizer.learning_rate=0.01", "optimizer.warmup_steps=4", "optimizer.weight_decay=0"
-    )
+    optimizer = OptimizerSettings(learning_rate=0.01, warmup_steps=4, weight_decay=0.0)
+    module = short_module(optimizer=optimizer)
     for group in module.optimizer.param_groups:
         group["lr"] = 123.0  # as from a checkpoint of another configuration
     before = [parameter.detach().clone() for parameter in module.parameters()]
@@ -198,9 +196,11 @@ def test_an_update_is_made_at_the_reported_learning_rate():
 
 
 def test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configuration(tmp_path):
-    before = module_of("optimizer.weight_decay=0.25", "optimizer.beta2=0.9")
+    settings = dataclasses.replace(OPTIMIZER, weight_decay=0.25, beta2=0.9)
+    before = short_module(optimizer=settings)
     before.training_step(step_of(1000), 0)
-    after = module_of("optimizer.weight_decay=0.125", "optimizer.beta2=0.95", "seed=5")
+    settings = dataclasses.replace(OPTIMIZER, weight_decay=0.125, beta2=0.95)
+    after = short_module(policy=short_policy(seed=5), optimizer=settings)
     data = {"num_steps": 1, "position": 0, "source": {}}
     save_checkpoint(tmp_path, *snapshot(before, data), lambda folder: None, keep=1)
     restore(after, load_newest(tmp_path))

@@ -13,7 +13,8 @@ import pytest
 import torch
 from builders.documents import document_of
 from builders.models import model_config, small_policy
-from builders.runs import SHORT, assert_equal, module_and_loader
+from builders.parts import short_module
+from builders.runs import assert_equal
 from model.parallel_gpu import build as build_on
 from model.test_compiled import packed
 from model.test_packed_attention import result_and_gradients
@@ -273,9 +274,7 @@ def by_document_on_a_cpu(
 
 @pytest.fixture(scope="module")
 def module():
-    module, loader = module_and_loader(*SHORT)
-    loader.source.close()
-    return module
+    return short_module()
 
 
 @pytest.mark.parametrize(

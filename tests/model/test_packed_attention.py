@@ -10,12 +10,12 @@ import pytest
 import torch
 from builders.documents import document_of
 from builders.models import small_policy as small_model
-from builders.runs import SHORT, assert_equal, config_of, sampler_of
+from builders.parts import ROLLOUT, short_policy
+from builders.runs import assert_equal
 from model.parallel_gpu import build as build_on
 from model.spread import documents, packed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pgtoolkit.assembly.build import build
 from pgtoolkit.batch import pack
 from pgtoolkit.completion import Request
 from pgtoolkit.document import Document
@@ -23,6 +23,8 @@ from pgtoolkit.model import attention, fixed_order
 from pgtoolkit.model.attention import Documents, by_document
 from pgtoolkit.model.kept_attention import KeptAttention
 from pgtoolkit.model.policy import Policy
+from pgtoolkit.sampling.samplers import TransformersSampler
+from pgtoolkit.sampling.settings import TransformersSamplerSettings
 
 QUERIES = [3, 5, 1, 0, 40]
 KEYS = [7, 5, 1, 0, 40]
@@ -200,19 +202,20 @@ def test_hidden_states_of_a_packed_row_are_those_of_each_document_alone(kind):
 
 def test_sampling_between_passes_by_document_changes_neither():
     """Sampling pads prompts on the left and has a cache, which attention by document has not."""
-    module, loader = build(config_of(*SHORT))
+    policy = short_policy()
+    sampler = TransformersSampler(policy, ROLLOUT.sampling, TransformersSamplerSettings())
     prompts = [Request(tokens, 1, 0) for tokens in ([1, 2, 3, 4], [5, 6], [7])]
     micro_batch = packed(documents(11, 1)[:3])
     completions = []
     hidden = []
     for number in range(2):
         if number == 1:
-            attention.use_packed_attention(module.model)
+            attention.use_packed_attention(policy.model)
         for _ in range(2):
             torch.manual_seed(5)
-            completions.append(sampler_of(loader).complete(prompts))
-            assert module.policy.by_document is (number == 1)
-            hidden.append(module.policy.hidden_states(micro_batch))
+            completions.append(sampler.complete(prompts))
+            assert policy.by_document is (number == 1)
+            hidden.append(policy.hidden_states(micro_batch))
     for later_completions in completions[1:]:
         for completion, first in zip(later_completions, completions[0], strict=True):
             assert completion.tokens.tolist() == first.tokens.tolist()

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from builders.runs import config_of
 
 from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.completion import Completion, Prompt
@@ -17,14 +16,14 @@ from pgtoolkit.tasks import process_pool
 from pgtoolkit.tasks.conversation import Conversation, ConversationTask
 from pgtoolkit.tasks.environments import Guess
 from pgtoolkit.tasks.process_pool import Failure
+from pgtoolkit.tasks.settings import ConversationTaskSettings, GuessTaskSettings
 from pgtoolkit.tasks.shuffle import seed_of
 
 COUNTING = "tasks.environments_for_tests.Counting"
 
 
-def task_of(*overrides: str, environment: str = COUNTING, seed: int = 0) -> ConversationTask:
-    settings = ["task=conversation", f"task.environment={environment}", *overrides]
-    return make_task(config_of(*settings).task, seed)
+def task_of(environment: str = COUNTING, seed: int = 0, **settings: object) -> ConversationTask:
+    return make_task(ConversationTaskSettings(environment=environment, **settings), seed)
 
 
 def talk(task: ConversationTask, texts: Sequence[str], index: int = 0) -> Conversation:
@@ -44,7 +43,7 @@ def talk(task: ConversationTask, texts: Sequence[str], index: int = 0) -> Conver
 
 
 def test_a_conversation_has_its_sampled_and_environment_tokens_messages_and_score():
-    task = task_of("task.options={rounds: 1}")
+    task = task_of(options={"rounds": 1})
     prompt = task.prompt(3)
     assert prompt.seed == seed_of(0, 3)
     assert prompt.index == 3
@@ -79,12 +78,12 @@ def test_a_conversation_has_its_sampled_and_environment_tokens_messages_and_scor
 
 def test_the_last_turn_gets_no_answer():
     """The environment still gets the last turn, and may end the conversation with it."""
-    conversation = talk(task_of("task.max_turns=2"), ["a", "b", "c"])
+    conversation = talk(task_of(max_turns=2), ["a", "b", "c"])
     assert conversation.turns == 2
     assert conversation.end == "max_turns"
     assert len(conversation.environment.seen) == 2
     assert len(conversation.messages) == 4
-    conversation = talk(task_of("task.max_turns=2", "task.options={rounds: 1}"), ["a", "b", "c"])
+    conversation = talk(task_of(max_turns=2, options={"rounds": 1}), ["a", "b", "c"])
     assert conversation.turns == 2
     assert conversation.end == "environment"
 
@@ -92,7 +91,7 @@ def test_the_last_turn_gets_no_answer():
 def test_a_prompt_of_a_file_starts_with_the_same_seed_in_every_pass(tmp_path):
     rows = [{"prompt": f"{i}:", "answer": i} for i in range(5)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = task_of(f"task.path={tmp_path / 'prompts.jsonl'}", seed=4)
+    task = task_of(path=str(tmp_path / "prompts.jsonl"), seed=4)
     assert task.num_prompts == 5
     rows = {prompt.place: prompt for prompt in task.rows()}
     assert [prompt.text for prompt in rows.values()] == [
@@ -115,10 +114,10 @@ SEED = seed_of(0, 0) % 10
 
 @pytest.mark.parametrize("method", ["start", "reply", "score"])
 @pytest.mark.parametrize(
-    "more", [[], ["task.environment_processes=1", "task.environment_seconds=30"]], ids=["", "own"]
+    "more", [{}, {"environment_processes": 1, "environment_seconds": 30}], ids=["", "own"]
 )
 def test_the_error_of_an_environment_names_the_prompt_and_the_method(method, more):
-    task = task_of(f"task.options={{fail: raise {method}, at: {SEED}, rounds: 1}}", *more)
+    task = task_of(options={"fail": f"raise {method}", "at": SEED, "rounds": 1}, **more)
     last = {
         "start": "",
         "reply": ", whose last message is 'x'",
@@ -139,37 +138,38 @@ def test_the_error_of_an_environment_names_the_prompt_and_the_method(method, mor
     ("values", "needs"),
     [
         (
-            "start: []",
+            {"start": []},
             r"start .* must return a list of .* \(got \[\]\), in the conversation on prompt 0",
         ),
-        ("start: [{role: user}]", r"start .* a list of \{'role': TEXT, 'content': TEXT\}"),
-        ("start: [{role: assistant, content: x}]", "start .* of which the policy answers the last"),
+        ({"start": [{"role": "user"}]}, r"start .* a list of \{'role': TEXT, 'content': TEXT\}"),
         (
-            "reply: [1]",
+            {"start": [{"role": "assistant", "content": "x"}]},
+            "start .* of which the policy answers the last",
+        ),
+        (
+            {"reply": [1]},
             r"reply .* \{'role': TEXT, 'content': TEXT\} of another role than assistant, or None",
         ),
         (
-            "reply: {role: assistant, content: x}",
+            {"reply": {"role": "assistant", "content": "x"}},
             r"of another role than assistant, or None \(got \{'role': 'assistant'",
         ),
-        ("score: 1", r"score .* \(reward, \{NAME: NUMBER\}\)"),
-        ("score: [.nan, {}]", r"score .* \(reward, \{NAME: NUMBER\}\)"),
-        ("score: [0, {a: none}]", r"score .* \(reward, \{NAME: NUMBER\}\)"),
-        (f"score: [1{400 * '0'}, {{}}]", r"score .* \(reward, \{NAME: NUMBER\}\)"),
-        ("score: [1, {a b: 1}]", r"score .* letters, digits and underscores \(got 'a b'\)"),
+        ({"score": 1}, r"score .* \(reward, \{NAME: NUMBER\}\)"),
+        ({"score": [".nan", {}]}, r"score .* \(reward, \{NAME: NUMBER\}\)"),
+        ({"score": [0, {"a": "none"}]}, r"score .* \(reward, \{NAME: NUMBER\}\)"),
+        ({"score": [10**400, {}]}, r"score .* \(reward, \{NAME: NUMBER\}\)"),
+        ({"score": [1, {"a b": 1}]}, r"score .* letters, digits and underscores \(got 'a b'\)"),
     ],
 )
 def test_return_values_of_a_wrong_form_are_refused(values, needs):
-    task = task_of(
-        f"task.options={{values: {{{values}}}}}", environment="tasks.environments_for_tests.Odd"
-    )
+    task = task_of("tasks.environments_for_tests.Odd", options={"values": values})
     with pytest.raises(DataError, match=needs):
         task.score_conversations([talk(task, ["a"])])
 
 
 def test_a_reward_above_1_is_noted_with_what_to_write(caplog):
     environment = "tasks.environments_for_tests.Odd"
-    task = task_of("task.options={values: {score: [10, {}]}}", environment=environment)
+    task = task_of(environment, options={"values": {"score": [10, {}]}})
     assert task.score_conversations([talk(task, ["a"])] * 2)[1].exact_match is True
     (note,) = [record.getMessage() for record in caplog.records]
     assert note.startswith(f"note: score of task.environment={environment} gives 10 to the conv")
@@ -177,7 +177,7 @@ def test_a_reward_above_1_is_noted_with_what_to_write(caplog):
 
 
 def test_measures_with_other_names_than_before_are_refused():
-    task = task_of(environment="tasks.environments_for_tests.Odd")
+    task = task_of("tasks.environments_for_tests.Odd")
     conversation = talk(task, ["a"])
     conversation.environment.values["score"] = (np.float32(0.5), {"a": np.int64(1)})
     score = task.score_conversations([conversation])[0]
@@ -187,7 +187,7 @@ def test_measures_with_other_names_than_before_are_refused():
         DataError, match=r"score .* the same names each time, here \['a'\] \(got \(1, \{\}\)\)"
     ):
         task.score_conversations([talk(task, ["a"])])
-    other = task_of(environment="tasks.environments_for_tests.Odd")
+    other = task_of("tasks.environments_for_tests.Odd")
     other.score_conversations([talk(other, ["a"])])
     with pytest.raises(DataError, match=r"the same names each time, here \[\] "):
         other.score_conversations([conversation])
@@ -198,7 +198,7 @@ def test_an_environment_that_starts_differently_within_a_group_is_refused():
         DataError, match=r"as before, since a group answers one prompt: draw random numbers by"
     ):
         talk(
-            task_of("task.options={moody: true}", environment="tasks.environments_for_tests.Odd"),
+            task_of("tasks.environments_for_tests.Odd", options={"moody": True}),
             ["a"],
         )
 
@@ -208,32 +208,32 @@ def test_an_environment_that_starts_differently_within_a_group_is_refused():
     [
         (
             "tasks.environments_for_tests.Mute",
-            "{}",
+            {},
             "methods start, reply, score .got none named reply, score.",
         ),
         (
             "tasks.environments_for_tests.Nothing",
-            "{}",
+            {},
             "a class in the module tasks.environments_for_tests",
         ),
         (
             "tasks.environments_for_tests.INSTANCE",
-            "{}",
+            {},
             r"Unpicklable, Mute\. Use task.environment=.*\.Mute\.",
         ),
-        (COUNTING, "{turns: 3}", r"Use task\.options that fit Counting\(rounds=2"),
+        (COUNTING, {"turns": 3}, r"Use task\.options that fit Counting\(rounds=2"),
     ],
 )
 def test_an_unusable_environment_class_is_refused(environment, options, needs):
     with pytest.raises(ConfigError, match=needs):
-        task_of(f"task.options={options}", environment=environment).prompt(0)
+        task_of(environment, options=options).prompt(0)
 
 
 def test_environments_in_processes_give_the_same_scores():
     texts = ["a", "bcd", "e"]
     in_process = task_of()
     (expected,) = in_process.score_conversations([talk(in_process, texts, 5)])
-    in_processes = task_of("task.environment_processes=2", "task.environment_seconds=30")
+    in_processes = task_of(environment_processes=2, environment_seconds=30)
     with contextlib.closing(in_processes):
         (score,) = in_processes.score_conversations([talk(in_processes, texts, 5)])
     assert score.reward == expected.reward == 1
@@ -242,8 +242,8 @@ def test_environments_in_processes_give_the_same_scores():
 
 
 def test_an_environment_that_cannot_be_pickled_is_refused_in_processes():
-    limits = ["task.environment_processes=2", "task.environment_seconds=30"]
-    task = task_of(*limits, environment="tasks.environments_for_tests.Unpicklable")
+    limits = {"environment_processes": 2, "environment_seconds": 30}
+    task = task_of("tasks.environments_for_tests.Unpicklable", **limits)
     with (
         contextlib.closing(task),
         pytest.raises(
@@ -258,8 +258,8 @@ def test_an_environment_that_cannot_be_pickled_is_refused_in_processes():
 )
 @pytest.mark.parametrize("method", ["reply", "score"])
 def test_a_conversation_whose_environment_fails_ends_alone(verb, kind, method, caplog):
-    limits = ["task.environment_processes=1", "task.environment_seconds=1"]
-    task = task_of(f"task.options={{fail: {verb} {method}, at: {SEED}}}", *limits)
+    limits = {"environment_processes": 1, "environment_seconds": 1}
+    task = task_of(options={"fail": f"{verb} {method}", "at": SEED}, **limits)
     other = next(index for index in range(9) if seed_of(0, index) % 10 != SEED)
     with contextlib.closing(task):
         conversations = [talk(task, ["a", "b", "c"], index) for index in (0, other)]
@@ -281,8 +281,8 @@ def test_a_conversation_whose_environment_fails_ends_alone(verb, kind, method, c
 
 def test_each_call_that_hangs_costs_its_own_time_limit():
     """Also the first call of a process that replaces another one."""
-    limits = ["task.environment_processes=1", "task.environment_seconds=0.5"]
-    task = task_of(f"task.options={{fail: sleep reply, at: {SEED}}}", *limits)
+    limits = {"environment_processes": 1, "environment_seconds": 0.5}
+    task = task_of(options={"fail": "sleep reply", "at": SEED}, **limits)
     with contextlib.closing(task):
         conversations = [talk(task, ["a"]) for _ in range(3)]
     assert {conversation.failure for conversation in conversations} == {
@@ -292,10 +292,10 @@ def test_each_call_that_hangs_costs_its_own_time_limit():
 
 def test_a_conversation_whose_environment_does_not_begin_has_one_turn_and_no_score(tmp_path):
     """Its prompt is known from an earlier start."""
-    limits = ["task.environment_processes=1", "task.environment_seconds=20"]
+    limits = {"environment_processes": 1, "environment_seconds": 20}
     flag = tmp_path / "flag"
     exits = "tasks.environments_for_tests.ExitsLater"
-    task = task_of(f"task.options={{flag: {flag}}}", *limits, environment=exits)
+    task = task_of(exits, options={"flag": str(flag)}, **limits)
     with contextlib.closing(task):
         task.prompt(0)
         flag.touch()
@@ -311,8 +311,8 @@ def test_a_conversation_whose_environment_does_not_begin_has_one_turn_and_no_sco
 def test_a_start_that_takes_too_long_ends_the_run(monkeypatch):
     # The first call of a process has this time.
     monkeypatch.setattr(process_pool, "START_SECONDS", 5)
-    limits = ["task.environment_processes=1", "task.environment_seconds=0.5"]
-    task = task_of(f"task.options={{fail: sleep start, at: {SEED}}}", *limits)
+    limits = {"environment_processes": 1, "environment_seconds": 0.5}
+    task = task_of(options={"fail": "sleep start", "at": SEED}, **limits)
     expected = (
         r"start of .* must return in time, .* \(got 'gave no answer within the 5 seconds .*'\), in "
         "the conversation on prompt 0"
@@ -322,7 +322,7 @@ def test_a_start_that_takes_too_long_ends_the_run(monkeypatch):
 
 
 def test_bisection_wins_the_guessing_game_within_its_turns():
-    task = make_task(config_of("task=guess", "task.numbers=100", "task.max_turns=7").task, 0)
+    task = make_task(GuessTaskSettings(numbers=100, max_turns=7), 0)
     assert task.prompt(0).text == "0-99?"
     for index in range(30):
         (conversation,) = task.begin([task.prompt(index)])

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders.models import ALPHABET, save_with_tokenizer, small_llama
-from builders.runs import config_of, last_of_each_key, sampler_of, with_model
+from builders.models import ALPHABET, model_config, save_with_tokenizer, small_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pgtoolkit.assembly.build import build
 from pgtoolkit.completion import Completion, Prompt, Request
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.setup import build_policy
 from pgtoolkit.sampling.samplers import TransformersSampler
+from pgtoolkit.sampling.settings import SamplingSettings, TransformersSamplerSettings
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.scoring import Response
 from pgtoolkit.tasks.stops import StopStrings
@@ -183,14 +183,16 @@ def folder(tmp_path):
     return save_with_tokenizer(small_llama(), tmp_path / "model")
 
 
-def sampler_and_policy(folder: Path, *overrides: str) -> tuple[TransformersSampler, Policy]:
-    settings = last_of_each_key(
-        *with_model(folder),
-        "rollout.max_completion_length=20",
-        *overrides,
-    )
-    module, loader = build(config_of(*settings))
-    return sampler_of(loader), module.policy
+def sampler_and_policy(
+    folder: Path,
+    stop: Sequence[str] = (),
+    static_cache: bool | None = None,
+    max_completion_length: int = 20,
+) -> tuple[TransformersSampler, Policy]:
+    policy = build_policy(model_config(folder), None, on_gpu=False)
+    sampling = SamplingSettings(max_completion_length, stop=stop)
+    settings = TransformersSamplerSettings(static_cache=static_cache)
+    return TransformersSampler(policy, sampling, settings), policy
 
 
 PROMPTS = [[4, 8, 2, 10], [9, 10], [1, 2]]
@@ -200,15 +202,15 @@ def sampled(sampler: TransformersSampler) -> list[Completion]:
     return sampler.complete([Request(prompt, 16, seed) for seed, prompt in enumerate(PROMPTS)])
 
 
-@pytest.mark.parametrize("static_cache", ["null", "true"])
+@pytest.mark.parametrize("static_cache", [None, True])
 def test_a_stop_string_changes_no_token_and_no_log_prob_before_it(folder, static_cache):
     """Up to its end a completion has the tokens and log-probs of the one without stop strings."""
-    cache = f"sampler.static_cache={static_cache}"
-    plain, policy = sampler_and_policy(folder, cache)
-    stopping, _ = sampler_and_policy(folder, "rollout.stop=['12','7=','333']", cache)
+    strings = ["12", "7=", "333"]
+    plain, policy = sampler_and_policy(folder, static_cache=static_cache)
+    stopping, _ = sampler_and_policy(folder, strings, static_cache)
     reasons = set()
     for uncut, cut in zip(sampled(plain), sampled(stopping), strict=True):
-        end = num_tokens_until_stop(policy.tokenizer, uncut.tokens.tolist(), ["12", "7=", "333"])
+        end = num_tokens_until_stop(policy.tokenizer, uncut.tokens.tolist(), strings)
         reasons.add((uncut.finish_reason, cut.finish_reason, end is None))
         assert torch.equal(cut.tokens, uncut.tokens[:end])
         torch.testing.assert_close(cut.log_probs, uncut.log_probs[:end], rtol=0, atol=0)
@@ -220,7 +222,7 @@ def test_a_stop_string_that_begins_in_the_prompt_ends_nothing(folder):
     """Two prompts end in `=`, and some of their completions begin with one of these digits."""
     strings = ["=1", "=2", "=3"]
     plain, policy = sampler_and_policy(folder)
-    stopping, _ = sampler_and_policy(folder, f"rollout.stop={strings}")
+    stopping, _ = sampler_and_policy(folder, strings)
     num_begun = 0
     for place, (uncut, cut) in enumerate(zip(sampled(plain), sampled(stopping), strict=True)):
         end = num_tokens_until_stop(policy.tokenizer, uncut.tokens.tolist(), strings)
@@ -232,18 +234,12 @@ def test_a_stop_string_that_begins_in_the_prompt_ends_nothing(folder):
 def test_with_a_static_cache_stop_strings_are_looked_for_every_32_tokens(folder):
     """Each time at all tokens since the last time."""
     small_llama(max_position_embeddings=256).save_pretrained(folder)
-    settings = [
-        "sampler.static_cache=true",
-        "rollout.max_completion_length=100",
-        "accumulation.max_tokens=128",
-    ]
-    strings = ",".join(f"'{character}'" for character in ALPHABET)
-    sampler, policy = sampler_and_policy(folder, *settings, f"rollout.stop=[{strings}]")
+    sampler, policy = sampler_and_policy(folder, [*ALPHABET], True, 100)
     passes = []
     policy.model.base_model.register_forward_hook(lambda *_: passes.append(1))
     assert {len(completion.tokens) for completion in sampled(sampler)} == {1}
     assert len(passes) == 33  # not 100
-    sampler, _ = sampler_and_policy(folder, *settings, "rollout.stop=['98765432101234']")
+    sampler, _ = sampler_and_policy(folder, ["98765432101234"], True, 100)
     looks = []
     stopped = sampler._stopped
 
@@ -255,6 +251,6 @@ def test_with_a_static_cache_stop_strings_are_looked_for_every_32_tokens(folder)
     sampled(sampler)
     assert looks[:2] == [(33, 33), (65, 32)]
     written = torch.tensor([[3, 3, 3, 3, *[4] * 60], [4] * 64])
-    sampler, _ = sampler_and_policy(folder, *settings, "rollout.stop=['333']")
+    sampler, _ = sampler_and_policy(folder, ["333"], True, 100)
     assert sampler._stopped(written, 64).tolist() == [True, False]
     assert sampler._stopped(written, 32).tolist() == [False, False]

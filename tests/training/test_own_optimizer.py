@@ -4,7 +4,7 @@ import pytest
 import torch
 from builders.parallel_runs import assert_runs_close, run_on_ranks
 from builders.processes import world
-from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of
+from builders.runs import SHORT, assert_equal, checkpoint_of, copy_as_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import SGD
@@ -16,6 +16,7 @@ from pgtoolkit.training.own_optimizer import (
     load_fields,
     own_optimizer,
 )
+from pgtoolkit.training.settings import OptimizerName, OptimizerSettings
 
 
 class Counting(SGD):
@@ -66,40 +67,51 @@ class NoOptimizer:
 HERE = "training.test_own_optimizer"
 
 
+def settings_of(path: str, weight_decay: float = 0.01, **options: object) -> OptimizerSettings:
+    """Return the settings of an optimizer of one's own. options: values of its parameters."""
+    return OptimizerSettings(
+        name=OptimizerName.custom,
+        learning_rate=1e-3,
+        weight_decay=weight_decay,
+        path=path,
+        options=options,
+    )
+
+
 @pytest.mark.parametrize(
-    ("overrides", "problem"),
+    ("settings", "problem"),
     [
         (
-            [f"optimizer={HERE}.Counting"],
+            settings_of(f"{HERE}.Counting"),
             "needs a state that is all in its tensors of each weight (got other updates",
         ),
         (
-            [f"optimizer={HERE}.ByChance"],
+            settings_of(f"{HERE}.ByChance"),
             "needs a state that is all in its tensors of each weight (got other updates",
         ),
         (
-            [f"optimizer={HERE}.InNumbers"],
+            settings_of(f"{HERE}.InNumbers"),
             "needs a state of plain tensors by the name of each, for each weight (got step of type",
         ),
         (
-            [f"optimizer={HERE}.OwnRate"],
+            settings_of(f"{HERE}.OwnRate"),
             "needs updates that follow the learning rate of its groups (got the same update with",
         ),
         (
-            [f"optimizer={HERE}.NoOptimizer"],
+            settings_of(f"{HERE}.NoOptimizer"),
             "needs a class that inherits from torch.optim.Optimizer, whose groups have an lr",
         ),
-        (["optimizer=torch.optim.LBFGS"], "LBFGS doesn't support per-parameter options"),
-        (["optimizer=torch.optim.SGD", "optimizer.lr=3"], "Use optimizer.learning_rate=3."),
+        (settings_of("torch.optim.LBFGS"), "LBFGS doesn't support per-parameter options"),
+        (settings_of("torch.optim.SGD", lr=3), "Use optimizer.learning_rate=3."),
         (
-            ["optimizer=torch.optim.Rprop", "optimizer.weight_decay=0.1"],
+            settings_of("torch.optim.Rprop", weight_decay=0.1),
             "needs an optimizer with a parameter weight_decay (got torch.optim.Rprop)",
         ),
     ],
 )
-def test_an_optimizer_that_a_run_could_not_continue_or_lead_is_refused(overrides, problem):
+def test_an_optimizer_that_a_run_could_not_continue_or_lead_is_refused(settings, problem):
     with pytest.raises(ConfigError) as refused:
-        check_own_optimizer(config_of(*overrides).optimizer)
+        check_own_optimizer(settings)
     assert problem in str(refused.value)
 
 
@@ -112,7 +124,7 @@ class ByNorm(SGD):
 
 
 def test_one_that_does_not_work_elementwise_is_refused_where_weights_are_sharded():
-    settings = config_of(f"optimizer={HERE}.ByNorm").optimizer
+    settings = settings_of(f"{HERE}.ByNorm")
     check_own_optimizer(settings)
     with pytest.raises(ConfigError, match="needs updates of single numbers, under parallelism"):
         check_own_optimizer(settings, is_sharded=True)
@@ -123,7 +135,7 @@ def three_updates(sharded: bool) -> list[list[torch.Tensor]]:
 
     Its state is taken after two updates, and given to a new one.
     """
-    settings = config_of("optimizer=torch.optim.RMSprop", "optimizer.momentum=0.9").optimizer
+    settings = settings_of("torch.optim.RMSprop", momentum=0.9)
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(shape, generator=generator) for shape in ((5, 3), (1, 7), (3,))]
     if sharded:
@@ -183,5 +195,5 @@ def test_a_sharded_run_resumes_to_the_bit(tmp_path):
 @pytest.mark.parametrize("name", ["SGD", "Adam", "NAdam", "Adagrad", "RMSprop", "Adadelta", "ASGD"])
 def test_optimizers_of_pytorch_are_accepted(name):
     state = torch.get_rng_state()
-    check_own_optimizer(config_of(f"optimizer=torch.optim.{name}").optimizer)
+    check_own_optimizer(settings_of(f"torch.optim.{name}"))
     assert torch.equal(torch.get_rng_state(), state)

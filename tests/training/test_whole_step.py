@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from builders.documents import document_of
+from builders.parts import LOSS, short_module
 from builders.processes import layout, world
-from builders.runs import SHORT, module_and_loader
 from torch import nn
 
 from pgtoolkit.document import Document
@@ -18,6 +18,7 @@ from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.function import FunctionLoss
+from pgtoolkit.losses.group_families import Tpo
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.model.attention import local_tokens
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
@@ -268,7 +269,7 @@ def test_a_step_over_several_ranks_is_that_of_one_process(sizes, kind):
 
 
 def test_the_second_pass_begins_with_the_states_that_the_first_one_ended_with():
-    module, _ = module_and_loader(*SHORT, "trainer.device=cpu", "loss=tpo", "advantage=none")
+    module = short_module(replace(LOSS, family=Tpo()))
     standing = torch.optim.SGD(module.parameters(), lr=0.0)
     module.optimizers = lambda use_pl_optimizer=True: standing
     with_graph = []
