@@ -17,7 +17,6 @@ from pgtoolkit.model.setup import build_policy
 from pgtoolkit.rollouts.estimator import Estimator
 from pgtoolkit.rollouts.sampled import SampledRollouts
 from pgtoolkit.rollouts.settings import AccumulationSettings, PolicyRolloutSettings
-from pgtoolkit.rollouts.source import Source
 from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.sampling.settings import TransformersSamplerSettings
@@ -118,12 +117,5 @@ def short_loader(
         accumulation,
         correction=module.loss.correction,
     )
-    return loader_of(module, rollouts, accumulation)
-
-
-def loader_of(
-    module: PolicyGradientModule, source: Source, accumulation: AccumulationSettings
-) -> StepLoader:
-    """Return the steps of a source's documents."""
     whole_groups = module.loss.needs_whole_groups
-    return StepLoader(source, accumulation, whole_groups, module.max_steps)
+    return StepLoader(rollouts, accumulation, whole_groups, module.max_steps)

@@ -7,47 +7,50 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from builders.runs import (
-    SHORT,
-    assert_equal,
-    checkpoint_of,
-    last_of_each_key,
-    metrics_of,
-    module_and_loader,
-    run,
-    sampler_of,
-)
+from builders.parts import ACCUMULATION, LOSS, ROLLOUT, short_loader, short_module
+from builders.runs import assert_equal, checkpoint_of, metrics_of, run, sampler_of
 from torch import Tensor
 
 from pgtoolkit.completion import Completion, Request
 from pgtoolkit.document import Document
 from pgtoolkit.errors import NumericalError
+from pgtoolkit.losses.corrections import Correction, TokenTruncate
+from pgtoolkit.losses.families import Grpo
 from pgtoolkit.rollouts.batch_counts import steps_before, steps_of
-from pgtoolkit.rollouts.settings import AccumulationSettings, LastStep
+from pgtoolkit.rollouts.settings import (
+    AccumulationSettings,
+    LastStep,
+    OldLogProbs,
+    PolicyRolloutSettings,
+)
 from pgtoolkit.rollouts.source import Source
 from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.training.module import PolicyGradientModule
+from pgtoolkit.training.settings import OptimizerSettings
 
 PROMPTS = 4
 DOCUMENTS = 16
 """Prompts and documents of a batch of rollouts in the short settings."""
 
-CORRECTION = ("correction=token_truncate", "correction.high=1.001")
+CORRECTION = TokenTruncate(high=1.001)
 
 TIMEOUT_SECONDS = 60
 
 Weights = dict[str, Tensor]
 
 
-def accumulation(docs_per_step: int, last_step: str) -> list[str]:
-    return [f"accumulation.docs_per_step={docs_per_step}", f"accumulation.last_step={last_step}"]
+def accumulation(docs_per_step: int, last_step: str) -> AccumulationSettings:
+    return AccumulationSettings(
+        docs_per_step=docs_per_step, max_tokens=24, last_step=LastStep(last_step)
+    )
 
 
 class TrainedSteps(NamedTuple):
@@ -60,15 +63,16 @@ class TrainedSteps(NamedTuple):
 
 def train_steps(
     num_steps: int,
-    *overrides: str,
+    rollout: PolicyRolloutSettings,
+    documents_of_steps: AccumulationSettings,
+    correction: Correction | None = None,
     prepare: Callable[[PolicyGradientModule, StepLoader], None] = lambda module, loader: None,
 ) -> TrainedSteps:
     """Train the first steps of a run; prepare: called with its module and loader before them."""
-    module, loader = module_and_loader(
-        *last_of_each_key(
-            *SHORT, "optimizer.learning_rate=0.02", "trainer.max_steps=99", *overrides
-        )
-    )
+    optimizer = OptimizerSettings(learning_rate=0.02)
+    loss = replace(LOSS, family=Grpo(), correction=correction)
+    module = short_module(loss, optimizer=optimizer, max_steps=99)
+    loader = short_loader(module, rollout, documents_of_steps)
     prepare(module, loader)
     weights = []
     steps = []
@@ -144,13 +148,8 @@ def test_a_batch_is_sampled_by_the_weights_of_lag_updates_ago(
     lag, docs_per_step, last_step, old_log_probs, num_steps
 ):
     """The first weights sample as long as there are no others."""
-    trained = train_steps(
-        num_steps,
-        f"rollout.lag={lag}",
-        f"rollout.old_log_probs={old_log_probs}",
-        "loss=grpo",
-        *accumulation(docs_per_step, last_step),
-    )
+    rollout = replace(ROLLOUT, lag=lag, old_log_probs=OldLogProbs(old_log_probs))
+    trained = train_steps(num_steps, rollout, accumulation(docs_per_step, last_step))
     assert_sampled_by(trained, lambda first: max(0, first - lag))
 
 
@@ -158,11 +157,11 @@ def test_a_batch_is_sampled_by_the_weights_of_lag_updates_ago(
 @pytest.mark.parametrize(
     ("sampled_ahead", "last_step", "docs_per_step", "updates", "correction"),
     [
-        ("lag=1", "short", 8, 1, ()),
-        ("lag=5", "carry", 12, 5, ()),
-        ("max_staleness=3", "short", 8, 2, ()),
-        ("lag=3", "short", 8, 3, CORRECTION),
-        ("max_staleness=3", "short", 8, 2, CORRECTION),
+        ({"lag": 1}, "short", 8, 1, None),
+        ({"lag": 5}, "carry", 12, 5, None),
+        ({"max_staleness": 3}, "short", 8, 2, None),
+        ({"lag": 3}, "short", 8, 3, CORRECTION),
+        ({"max_staleness": 3}, "short", 8, 2, CORRECTION),
     ],
 )
 def test_proximal_log_probs_are_of_the_weights_that_a_batch_begins_with(
@@ -171,13 +170,9 @@ def test_proximal_log_probs_are_of_the_weights_that_a_batch_begins_with(
     """updates: between sampling a batch and training on it. The sampler's log-probs are kept beside
     the proximal ones, and a correction acts on the difference. Without a correction the first
     update's own forward pass gives them, where it is made of whole micro-batches."""
+    rollout = replace(ROLLOUT, old_log_probs=OldLogProbs.proximal, **sampled_ahead)
     module, weights, steps = train_steps(
-        8,
-        f"rollout.{sampled_ahead}",
-        "rollout.old_log_probs=proximal",
-        "loss=grpo",
-        *accumulation(docs_per_step, last_step),
-        *correction,
+        8, rollout, accumulation(docs_per_step, last_step), correction
     )
     first = first_steps(steps)
     largest_move = 0.0
@@ -258,7 +253,8 @@ def test_steps_before_counts_the_steps_until_a_batch_begins(last_step, docs_per_
 
 
 def test_a_skipped_step_makes_documents_sampled_before_it_an_update_younger():
-    module, loader = module_and_loader(*SHORT, "rollout.lag=3")
+    module = short_module()
+    loader = short_loader(module, replace(ROLLOUT, lag=3))
     staleness = []
     for number, step in enumerate(loader):
         if number == 2:  # as if its loss had not been finite
@@ -283,8 +279,11 @@ def test_batches_are_recorded_once_they_are_used_with_the_version_that_wrote_the
     }
 
 
-def async_sampling(max_staleness: int) -> list[str]:
-    return [f"rollout.max_staleness={max_staleness}", "rollout.old_log_probs=sampling"]
+def sampled_asynchronously(max_staleness: int) -> PolicyRolloutSettings:
+    return replace(ROLLOUT, max_staleness=max_staleness, old_log_probs=OldLogProbs.sampling)
+
+
+ASYNCHRONOUS = ("rollout.max_staleness=3", "rollout.old_log_probs=sampling")
 
 
 @pytest.mark.parametrize(
@@ -297,9 +296,8 @@ def test_no_document_is_trained_later_than_allowed(
     """The first weights sample what begins before there are others."""
     trained = train_steps(
         3 * steps_of_batch + 2,
-        *async_sampling(max_staleness),
-        "loss=grpo",
-        *accumulation(docs_per_step, last_step),
+        sampled_asynchronously(max_staleness),
+        accumulation(docs_per_step, last_step),
     )
     updates = min(max_staleness - steps_of_batch + 1, steps_of_batch)
     versions = assert_sampled_by(trained, lambda first: max(0, first - updates))
@@ -336,12 +334,12 @@ def test_a_batch_is_sampled_while_another_is_trained():
         sampler.publish = noted_publish
         sampler.complete = late_complete
 
-    trained = train_steps(8, *async_sampling(3), "loss=grpo", prepare=prepare)
+    trained = train_steps(8, sampled_asynchronously(3), ACCUMULATION, prepare=prepare)
     assert_sampled_by(trained, lambda first: max(0, first - 2))
 
 
 def test_a_run_depends_neither_on_timing_nor_on_torchs_random_numbers(tmp_path, monkeypatch):
-    undisturbed = run(tmp_path / "undisturbed", *async_sampling(3))
+    undisturbed = run(tmp_path / "undisturbed", *ASYNCHRONOUS)
     complete = TransformersSampler.complete
     before_update = PolicyGradientModule.before_update
 
@@ -356,7 +354,7 @@ def test_a_run_depends_neither_on_timing_nor_on_torchs_random_numbers(tmp_path, 
 
     monkeypatch.setattr(TransformersSampler, "complete", slow_complete)
     monkeypatch.setattr(PolicyGradientModule, "before_update", drawing_before_update)
-    disturbed = run(tmp_path / "disturbed", *async_sampling(3))
+    disturbed = run(tmp_path / "disturbed", *ASYNCHRONOUS)
     assert metrics_of(disturbed) == metrics_of(undisturbed)
     last = checkpoint_of(disturbed, 6)
     expected = checkpoint_of(undisturbed, 6)
@@ -377,7 +375,7 @@ def test_an_error_while_sampling_asynchronously_ends_the_run(tmp_path, monkeypat
 
     monkeypatch.setattr(TransformersSampler, "complete", failing_complete)
     with pytest.raises(NumericalError, match=r"^the policy's probabilities are not finite$"):
-        run(tmp_path / "run", *async_sampling(3), "trainer.checkpoint_every=99")
+        run(tmp_path / "run", *ASYNCHRONOUS, "trainer.checkpoint_every=99")
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert status["state"] == "failed"
     assert status["reason"] == "NumericalError: the policy's probabilities are not finite"

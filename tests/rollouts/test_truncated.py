@@ -7,24 +7,22 @@ import pytest
 import torch
 from builders.losses import AGGREGATIONS, covering
 from builders.parallel_runs import run_on_ranks
+from builders.parts import LOSS, OPTIMIZER, short_module
 from builders.rollout_rows import good_row, write_jsonl
 from builders.runs import SHORT, last_of_each_key, metrics_of, module_and_loader, some_documents
 from torch import Tensor
 
 from pgtoolkit.document import Document
 from pgtoolkit.errors import DataError
+from pgtoolkit.losses.aggregation import aggregation_of
+from pgtoolkit.losses.families import FAMILIES, Reinforce
+from pgtoolkit.losses.kl import KL
+from pgtoolkit.losses.objective import Loss
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.module import PolicyGradientModule
 
 MASK = "rollout.truncated=mask"
-SETTINGS = (
-    "optimizer.max_grad_norm=null",
-    "accumulation.max_tokens=24",
-    "kl=k3_ratio",
-    "kl.coefficient=0.3",
-    "kl.reference=initial",
-    "entropy.coefficient=0.1",
-)
+UNCLIPPED = replace(OPTIMIZER, max_grad_norm=None)
 
 
 def documents() -> list[Document]:
@@ -38,10 +36,19 @@ def documents() -> list[Document]:
     return result
 
 
-def module_with(*overrides: str) -> PolicyGradientModule:
-    module, loader = module_and_loader(*last_of_each_key(*SHORT, *overrides))
-    loader.source.close()
-    return module
+def penalized_module(
+    aggregation: str, family: str, kernel: str, masks_truncated: bool
+) -> PolicyGradientModule:
+    divisor = 4 if aggregation == "constant" else None
+    loss = Loss(
+        FAMILIES[family](),
+        aggregation_of(aggregation, divisor),
+        metrics="basic",
+        entropy_coefficient=0.1,
+        kl=KL("k3_ratio", 0.3),
+        masks_truncated=masks_truncated,
+    )
+    return short_module(loss, kernel, has_reference=True, optimizer=UNCLIPPED)
 
 
 def trained_tokens_of_groups() -> dict[int, int]:
@@ -109,15 +116,7 @@ def assert_trains_as_by_loops(
     covering(AGGREGATIONS, ("torch", "auto"), ("grpo", "gspo")),
 )
 def test_truncated_documents_count_and_have_weight_zero(aggregation, kernel, family):
-    divisor = "4" if aggregation == "constant" else "null"
-    module = module_with(
-        MASK,
-        *SETTINGS,
-        f"loss={family}",
-        f"kernel={kernel}",
-        f"aggregation={aggregation}",
-        f"aggregation.divisor={divisor}",
-    )
+    module = penalized_module(aggregation, family, kernel, masks_truncated=True)
     assert_trains_as_by_loops(module, documents(), 24, aggregation, family)
 
 
@@ -125,13 +124,7 @@ def test_truncated_documents_count_and_have_weight_zero(aggregation, kernel, fam
 @pytest.mark.parametrize(("family", "max_tokens"), [("grpo", 24), ("gspo", 1000)])
 def test_documents_whose_score_failed_have_weight_zero_too(family, max_tokens, kernel):
     """Whatever rollout.truncated is, and in whichever micro-batches they come."""
-    module = module_with(
-        *SETTINGS,
-        f"loss={family}",
-        f"kernel={kernel}",
-        "aggregation=prompt_mean",
-        "aggregation.divisor=null",
-    )
+    module = penalized_module("prompt_mean", family, kernel, masks_truncated=False)
     failed = [
         replace(document, truncated=None, reward=None, score_failed=document.truncated)
         for document in documents()
@@ -143,14 +136,8 @@ def test_documents_whose_score_failed_have_weight_zero_too(family, max_tokens, k
 @pytest.mark.parametrize("kl", ["full_reverse", "full_forward"])
 def test_a_penalty_over_the_vocabulary_leaves_truncated_documents_out(kl, kernel):
     """Loss and gradients are those of the other documents, under the totals of all."""
-    module = module_with(
-        f"kl={kl}",
-        "kl.coefficient=0.3",
-        "kl.reference=initial",
-        "loss=gspo",
-        MASK,
-        f"kernel={kernel}",
-    )
+    loss = replace(LOSS, kl=KL(kl, 0.3), masks_truncated=True)
+    module = short_module(loss, kernel, has_reference=True)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in module.reference.model.parameters():
@@ -177,10 +164,9 @@ REINFORCE = (
 )
 
 
-def first_step_and_gradient(truncated: str) -> tuple[list[Document], Tensor]:
+def first_step_and_gradient(*overrides: str) -> tuple[list[Document], Tensor]:
     """Return the documents of the first step, and the gradient of the head in it."""
-    settings = last_of_each_key(*SHORT, *REINFORCE, f"rollout.truncated={truncated}")
-    module, loader = module_and_loader(*settings)
+    module, loader = module_and_loader(*last_of_each_key(*SHORT, *REINFORCE, *overrides))
     step = next(iter(loader))
     loader.source.close()
     module.training_step(step, 0)
@@ -189,8 +175,8 @@ def first_step_and_gradient(truncated: str) -> tuple[list[Document], Tensor]:
 
 def test_the_gradient_of_sampled_completions_is_that_of_the_finished_ones():
     """The rewards of truncated completions stay in the baseline: advantages do not change."""
-    plain, plain_gradient = first_step_and_gradient("train")
-    masked, gradient = first_step_and_gradient("mask")
+    plain, plain_gradient = first_step_and_gradient()
+    masked, gradient = first_step_and_gradient(MASK)
     for document, expected in zip(masked, plain, strict=True):
         assert torch.equal(document.tokens, expected.tokens)
         assert document.reward == expected.reward
@@ -198,7 +184,8 @@ def test_the_gradient_of_sampled_completions_is_that_of_the_finished_ones():
         assert torch.equal(document.advantages, expected.advantages)
     assert any(document.truncated and float(document.advantages[0]) for document in masked)
 
-    module = module_with(*REINFORCE)
+    loss = Loss(Reinforce(), aggregation_of("token_mean"))
+    module = short_module(loss, optimizer=UNCLIPPED)
     without_advantage = [
         replace(document, advantages=document.advantages * (not document.truncated))
         for document in masked

@@ -15,8 +15,9 @@ from pgtoolkit.completion import Completion, Prompt, Request
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.setup import build_policy
+from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.sampling.samplers import TransformersSampler
-from pgtoolkit.sampling.settings import SamplingSettings, TransformersSamplerSettings
+from pgtoolkit.sampling.settings import TransformersSamplerSettings
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.scoring import Response
 from pgtoolkit.tasks.stops import StopStrings
@@ -185,14 +186,14 @@ def folder(tmp_path):
 
 def sampler_and_policy(
     folder: Path,
-    stop: Sequence[str] = (),
+    stop: list[str] | None = None,
     static_cache: bool | None = None,
     max_completion_length: int = 20,
 ) -> tuple[TransformersSampler, Policy]:
     policy = build_policy(model_config(folder), None, on_gpu=False)
-    sampling = SamplingSettings(max_completion_length, stop=stop)
+    rollout = PolicyRolloutSettings(max_completion_length=max_completion_length, stop=stop or [])
     settings = TransformersSamplerSettings(static_cache=static_cache)
-    return TransformersSampler(policy, sampling, settings), policy
+    return TransformersSampler(policy, rollout.sampling, settings), policy
 
 
 PROMPTS = [[4, 8, 2, 10], [9, 10], [1, 2]]
