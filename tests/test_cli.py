@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from builders.forked import ForkedPython
@@ -438,6 +439,36 @@ def test_a_run_from_before_a_group_was_added_gets_its_defaults(run_dir, capsys):
         "whose defaults hold: critic.clip=0.5, critic.learning_rate=0.001,"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("folder", ["sweeps/mine", "sweeps/mine/job", "sweeps"])
+@pytest.mark.parametrize("command", ["compare", "resume"])
+def test_a_sweep_without_a_run_names_the_command_that_goes_on_with_it(
+    tmp_path, monkeypatch, capsys, command, folder
+):
+    monkeypatch.chdir(tmp_path)
+    Path("sweeps/mine/job").mkdir(parents=True)
+    job = {"name": "job", "directory": "job", "status": "pending"}
+    words = ["pgtk", "-m", "seed=0,1", "hydra.sweep.dir=sweeps/mine"]
+    sweep = {"name": "mine", "command": words, "jobs": [job]}
+    Path("sweeps/mine/sweep.json").write_text(json.dumps(sweep))
+    problem = refusal(capsys, command, folder)
+    assert "a sweep's folder without runs" in problem
+    assert problem.rstrip().endswith(f"Use {' '.join(words)}.")
+
+
+@pytest.mark.parametrize("typed", ["seed=3", "experiment=dapo"])
+def test_what_a_resume_cannot_change_is_answered_with_the_command_of_a_new_run(run_dir, typed):
+    (run_dir / "overrides.yaml").write_text("[seed=1, trainer.max_steps=2, task.num_digits=4]\n")
+    (problem,) = compose([typed], run_dir=run_dir).problems
+    kept = "trainer.max_steps=2 task.num_digits=4"
+    if typed != "seed=3":
+        kept = f"seed=1 {kept}"
+    assert problem.endswith(f"pgtk {typed} {kept}.")
+    assert compose([typed, *kept.split()]).problems == []
+    (run_dir / "overrides.yaml").unlink()
+    (problem,) = compose([typed], run_dir=run_dir).problems
+    assert problem.endswith("Use a new run.")
 
 
 def test_resume_needs_a_run_directory(tmp_path, capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from collections.abc import Sequence
@@ -10,13 +9,13 @@ from pathlib import Path
 
 from pgtoolkit.config.keys import shown
 from pgtoolkit.config.names import retrained
+from pgtoolkit.config.new_run import new_run_command
 from pgtoolkit.config.rules.addresses import named_addresses
 from pgtoolkit.config.rules.executed import folders_outside, named_commands
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.rollouts.recorded_folder import batches_in
 from pgtoolkit.runs.records import (
     checkpoint_steps,
-    known_provenance,
     leaves,
     read_config,
     read_data,
@@ -84,7 +83,7 @@ def branch_command(run_dir: Path, overrides: Sequence[str]) -> str:
     """
     steps = checkpoint_steps(run_dir)
     if not steps:
-        return _command_with(run_dir, overrides)
+        return new_run_command(run_dir, overrides)
     return _branch_at(run_dir, steps[-1], overrides)
 
 
@@ -177,7 +176,7 @@ def counterpart_command(run_dir: str | Path) -> str:
     loss = f"loss={_other_loss(config)}"
     branched = _branched_from(run_dir)
     if branched is None:
-        return _command_with(run_dir, [loss])
+        return new_run_command(run_dir, [loss])
     parent, step = branched
     _, of_parent = read_config(parent)
     left_out = {"loss", "hydra.run.dir", "rollout.save_path", "tracking.run_name"}
@@ -213,32 +212,3 @@ def left_out_of_counterpart(run_dir: str | Path) -> str | None:
 
 def _other_loss(config: JsonObject) -> str:
     return next(name for name in FAMILIES if name != config["loss"]["name"])
-
-
-def _command_with(run_dir: str | Path, changes: Sequence[str]) -> str:
-    """Return the command of a new run like this one, with other overrides.
-
-    Those that they replace are left out, and so are the run's name and the folder of its recorded
-    rollouts, which is occupied now.
-    """
-    _, overrides = read_config(run_dir)
-    left_out = {key_of(change) for change in changes} | {"rollout.save_path", "tracking.run_name"}
-    arguments = [*changes]
-    for override in overrides:
-        key = key_of(override)
-        if key not in left_out and key.partition(".")[0] not in left_out:
-            arguments.append(override)
-    return pgtk_command(*with_own_options(run_dir), *arguments)
-
-
-def with_own_options(run_dir: str | Path) -> list[str]:
-    """Return the flag that names the folder with the user's own options, if the run was started
-    with one."""
-    provenance = known_provenance(Path(run_dir))
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-dir", "-cd", nargs="?")
-    arguments, _ = parser.parse_known_args(provenance.get("command", [])[1:])
-    if not arguments.config_dir:
-        return []
-    folder = Path(provenance.get("directory", ""), arguments.config_dir)
-    return [f"--config-dir={shortest_path(folder)}"]

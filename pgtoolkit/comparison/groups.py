@@ -37,8 +37,9 @@ from pgtoolkit.rollouts.settings import POSITION
 from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE
 from pgtoolkit.runs.modules import COPIES
+from pgtoolkit.runs.records import command_of_sweep
 from pgtoolkit.runs.series import final, ranks
-from pgtoolkit.system.report import nearest, refusal, text
+from pgtoolkit.system.report import nearest, refusal, shell_path, text
 
 
 def compare(
@@ -604,10 +605,12 @@ def _refuse_unknown(runs: list[Run], metric: str, option: str) -> None:
         )
     if not known:
         files = ", ".join(f"{run.path}/metrics.jsonl" for run in runs[:3])
+        of_sweep = command_of_sweep(Path(runs[0].path).parent)
+        to_train = of_sweep or f"pgtk resume {shell_path(runs[0].path)}"
         raise ConfigError(
             f"{option.format(metric)} needs a run that has finished a step (got none). Their files "
-            f"of metrics are empty or missing: {files}. Put them back, from a backup, or "
-            "use pgtk resume to train."
+            f"of metrics are empty or missing: {files}. Put them back, from a backup, or use "
+            f"{to_train} to train."
         )
     if metric not in known:
         near = nearest(metric, known, 0)

@@ -33,6 +33,7 @@ from pgtoolkit.config.hydra_files import (
 from pgtoolkit.config.keys import KEYS, evaluated_keys, is_inside, key_named, switched_off
 from pgtoolkit.config.launchers import LAUNCHERS, SEARCH
 from pgtoolkit.config.meant_keys import option_meant
+from pgtoolkit.config.new_run import new_run_command
 from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, parse
 from pgtoolkit.config.own_code import keys_set, parameter_key, with_path
 from pgtoolkit.config.own_files import RefusedFilesError, unknown_hydra_option
@@ -42,7 +43,7 @@ from pgtoolkit.config.rules import executed
 from pgtoolkit.config.rules.addresses import addresses_not_typed
 from pgtoolkit.config.saved import cannot_change, saved_config
 from pgtoolkit.config.schema import Config
-from pgtoolkit.errors import ConfigError, first_line
+from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.runs.records import leaves, read_data
 from pgtoolkit.system.report import key_of, refusal
 
@@ -232,7 +233,7 @@ def composed_of(node: Node) -> Composed:
 def _composed_on_run(overrides: list[str], run_dir: Path, evaluate: Evaluated | None) -> Composed:
     """Return the configuration of a saved run, with overrides set on it."""
     groups = options()
-    by_effect = _sort_by_effect(overrides, groups, evaluate, is_saved=True)
+    by_effect = _sort_by_effect(overrides, groups, evaluate, run_dir)
     register()
     saved = saved_config(run_dir)
     node = composed_again(saved)
@@ -260,7 +261,8 @@ def _composed_on_run(overrides: list[str], run_dir: Path, evaluate: Evaluated | 
         # The data of these keys is recorded by its content, so their files may have moved.
         movable = set(read_data(run_dir))
         changed = []
-        for key, problem in cannot_change(saved, config, movable):
+        use = _as_new_run(run_dir, overrides)
+        for key, problem in cannot_change(saved, config, movable, use):
             problems.append(problem)
             group = key.partition(".")[0]
             # If the option of a group was chosen anew, all of the group is taken back.
@@ -276,6 +278,15 @@ def _composed_on_run(overrides: list[str], run_dir: Path, evaluate: Evaluated | 
     return Composed(config, _unique([*problems, *unresolved.values()]), saved=saved)
 
 
+def _as_new_run(run_dir: Path, overrides: list[str]) -> str:
+    """Return the command of a new run with these overrides; in words where the run's own, which
+    follow them, are lost."""
+    try:
+        return new_run_command(run_dir, overrides)
+    except StorageError:
+        return "a new run"
+
+
 def _use_default_options(node: DictConfig) -> None:
     """Set the groups that only training needs to their default options."""
     defaults = compose_choices([])
@@ -288,14 +299,14 @@ def _sort_by_effect(
     overrides: list[str],
     groups: dict[str, list[str]],
     evaluate: Evaluated | None,
-    is_saved: bool = False,
+    run_dir: Path | None = None,
 ) -> _Overrides:
     """Read overrides by Hydra's grammar, and sort them by their effect.
 
     Those without any, such as experiment=null, are left out.
 
     groups: group -> its options.
-    is_saved: whether the overrides are set on a saved run.
+    run_dir: of the saved run that the overrides are set on; None for a new one.
     """
     parsed, unreadable = parse(overrides)
     by_effect = _Overrides(parsed)
@@ -307,7 +318,7 @@ def _sort_by_effect(
     for override in parsed:
         key = override.key_or_group
         is_choice = key in groups and not isinstance(override.value(), dict)
-        problem = _problem_of_key(override, evaluate, is_saved)
+        problem = _problem_of_key(override, evaluate, run_dir)
         refuse = _refusal_by_keys(override, groups, is_choice)
         if problem is not None:
             by_effect.problems.append(problem)
@@ -322,10 +333,12 @@ def _sort_by_effect(
     return by_effect
 
 
-def _problem_of_key(override: Override, evaluate: Evaluated | None, is_saved: bool) -> str | None:
+def _problem_of_key(
+    override: Override, evaluate: Evaluated | None, run_dir: Path | None
+) -> str | None:
     """Return what is wrong with an override before its value is looked at; None if nothing is."""
     key = override.key_or_group
-    problem = refusals.wrong_form(override, is_saved)
+    problem = refusals.wrong_form(override, run_dir is not None)
     if problem is not None:
         return problem
     if evaluate and not any(is_inside(key, name) for name in evaluated_keys(evaluate)):
@@ -336,13 +349,13 @@ def _problem_of_key(override: Override, evaluate: Evaluated | None, is_saved: bo
             reason="Nothing is trained: it would be ignored.",
             use=f"the keys {', '.join(evaluated_keys(evaluate))}",
         )
-    if is_saved and not evaluate and key in OPTIONAL:
+    if run_dir is not None and not evaluate and key in OPTIONAL:
         return refusal(
             setting=refusals.as_typed(override),
             needs="to be left out",
             got=key,
             reason="A run is continued as it was: these are chosen when it starts.",
-            use="a new run",
+            use=_as_new_run(run_dir, [refusals.as_typed(override)]),
         )
     return None
 

@@ -197,12 +197,15 @@ def edited(
     return without_options(changes)
 
 
-def cannot_change(before: object, now: object, movable: set[str]) -> Iterator[tuple[str, str]]:
+def cannot_change(
+    before: object, now: object, movable: set[str], use: str = "a new run"
+) -> Iterator[tuple[str, str]]:
     """Yield (key, problem) of each fixed key whose value would change in a resumed run.
 
     Where another option of a group is chosen, only the group is named.
     before, now: the configurations of the run and of its continuation, see `value_of`.
     movable: keys whose files may lie elsewhere now, since their contents are known.
+    use: what to do instead.
     """
     changed_groups = set()
     for key in fixed_keys(before):
@@ -217,8 +220,8 @@ def cannot_change(before: object, now: object, movable: set[str]) -> Iterator[tu
             yield (
                 key.group if key.option else key.name,
                 f"{shown(name)}={value} needs to stay as the run began (got {value}, was "
-                f"{text(old.get(name))}). A run is continued as it was: {key.fixed}. Use a new "
-                "run.",
+                f"{text(old.get(name))}). A run is continued as it was: {key.fixed}. Use "
+                f"{use}.",
             )
             if key.option:
                 changed_groups.add(key.group)

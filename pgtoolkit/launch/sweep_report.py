@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from pgtoolkit.assembly.continuing import with_own_options
 from pgtoolkit.config.files import sweep_files
+from pgtoolkit.config.new_run import with_own_options
 from pgtoolkit.launch.final_number import (
     TRAINING,
     averaged,

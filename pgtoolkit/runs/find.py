@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 from collections import defaultdict
@@ -207,7 +208,25 @@ def not_a_run(use: str, path: Path, needs: str) -> ConfigError:
     similar = sorted(SWEEPS.glob(f"{glob.escape(path.name)}_*"))  # the same sweep with overrides
     if similar:
         use_instead = " or ".join(folder.name for folder in similar[:3])
+    command = None if runs_below else _command_to_begin(path)
+    if command is not None:
+        got = "a sweep's folder without runs"
+        reason = "The sweep was stopped before it had one; its own command goes on with it."
+        use_instead = command
     return ConfigError(f"{use} needs {needs} (got {path}: {got}). {reason} Use {use_instead}.")
+
+
+def _command_to_begin(path: Path) -> str | None:
+    """Return the command of a sweep by its folder, that of one of its jobs, or the folder that it
+    is in; None for any other, and where what the sweep has written is damaged."""
+    if not path.is_dir():
+        return None
+    for folder in (path, path.parent, *sorted(path.glob("*/"))):
+        with contextlib.suppress(StorageError):
+            command = records.command_of_sweep(folder)
+            if command is not None:
+                return command
+    return None
 
 
 def _runs_just_below(path: Path) -> list[Path]:
