@@ -172,7 +172,8 @@ def definitions(compared: Compared) -> list[str]:
     if goal.chosen:
         sentences.append(
             f"IQM: of the {'mean' if goal.measure == 'area' else 'final'} values, without the "
-            f"lowest and the highest quarter of the runs; its interval, {1 - LEVEL:.0%}, by the "
+            f"lowest and the highest quarter of the runs (of 3 or fewer: none, it is their mean); "
+            f"its interval, {1 - LEVEL:.0%}, by the "
             "bootstrap over seeds, is too narrow with few of them (arXiv 2108.13264)."
         )
     sentences.append(f"mean: of {metric} {_area(compared)}. final: {_end(metric)}.")

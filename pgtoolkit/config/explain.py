@@ -357,8 +357,14 @@ def _use(code: Callable, path: str) -> str:
 
 
 def _mentioned(words: str, known: Known) -> list[Page]:
-    """Return the pages in which the words are mentioned, or a list of them if they are many."""
-    pattern = re.compile(rf"(?<!\w){re.escape(words)}", re.I)
+    """Return the pages in which the words are mentioned, or a list of them if they are many.
+
+    Joined words, such as standard_deviation, are mentioned with spaces, too.
+    """
+    parts = [re.escape(part) for part in re.split(r"[\s_-]+", words) if part]
+    if not parts:
+        return []
+    pattern = re.compile(r"(?<!\w)" + r"[\s_-]+".join(parts), re.I)
     pages = {
         page.title: page
         for pages in known.values()

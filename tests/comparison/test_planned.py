@@ -426,6 +426,7 @@ def test_page_of_a_planned_comparison_has_tests_of_difference_and_of_equality(
     assert "3 other pairs: exploratory, p not adjusted" in printed
     assert "equal: p of the test that the difference is within 0.02, of two one-sided" in printed
     assert "IQM: of the final values" in printed
+    assert "(of 3 or fewer: none, it is their mean)" in printed
     with table.open() as rows:
         assert len(list(csv.DictReader(rows))) == 16
     assert main(["compare", str(study), "--margin=900"]) == 0

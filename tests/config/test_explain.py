@@ -33,6 +33,16 @@ def test_every_key_and_option_is_explained():
         assert [name for name in names if f"{group}={name}" not in known] == []
 
 
+def test_joined_words_are_found_where_they_are_written_apart():
+    assert "advantage=grpo" in explain("standard_deviation")
+    assert (
+        explain("standard_deviation").partition(":")[2]
+        == (explain("standard-deviation").partition(":")[2])
+    )
+    with pytest.raises(PgtoolkitError, match="needs a word that is known"):
+        explain("_-")
+
+
 def test_every_option_with_a_formula_has_a_row_in_the_tables_of_docs():
     rows: dict[str, set[str]] = {}
     for table in option_tables().values():

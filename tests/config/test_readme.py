@@ -69,3 +69,16 @@ def test_the_demo_without_make_is_what_make_does():
     assert len(lines) == 3
     for line in lines:
         assert line in makefile
+
+
+def test_no_notebook_trains_in_a_folder_that_the_readme_names():
+    """Whoever does one after the other would be refused, or go on with the other's run."""
+    named = set(re.findall(r"outputs/\w+", README))
+    assert "outputs/first" in named
+    trained = [
+        folder
+        for notebook in sorted((ROOT / "examples").glob("*.ipynb"))
+        for folder in re.findall(r'train\([^()]*\\"(outputs/\w+)', notebook.read_text())
+    ]
+    assert len(set(trained)) == len(trained) > 1
+    assert not named & {*trained}
