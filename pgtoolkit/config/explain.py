@@ -277,6 +277,9 @@ def _own_code(words: str, _known: Known) -> list[Page]:
     try:
         code = import_function("pgtk explain", words, None)
     except ConfigError as error:
+        pages = _setting_of_class(words)
+        if pages:
+            return pages
         raise ConfigError(str(error).replace("pgtk explain=", "pgtk explain ")) from error
     parts = {
         "": (inspect.getdoc(code) or "").partition("\n\n")[0],
@@ -286,6 +289,21 @@ def _own_code(words: str, _known: Known) -> list[Page]:
     }
     kind = "class" if isinstance(code, type) else "function"
     return [Page("code", f"{words}: a {kind}", parts)]
+
+
+def _setting_of_class(words: str) -> list[Page]:
+    """Return the page on `module.Class.setting`, a parameter of a class; [] for anything else."""
+    path, _, name = words.rpartition(".")
+    if not is_dotted_path(path):
+        return []
+    try:
+        code = import_function("pgtk explain", path, None)
+    except ConfigError:
+        return []
+    if not isinstance(code, type) or name not in _signature(code):
+        return []
+    (meaning,) = [each for each in _parameters(code) if re.match(rf"{name}\b", each)]
+    return [Page("code", f"{words}: a parameter of the class {path}", {"": meaning})]
 
 
 def _parameters(code: Callable) -> Iterator[str]:
