@@ -455,6 +455,9 @@ def test_a_sweep_without_a_run_names_the_command_that_goes_on_with_it(
     problem = refusal(capsys, command, folder)
     assert "a sweep's folder without runs" in problem
     assert problem.rstrip().endswith(f"Use {' '.join(words)}.")
+    Path("sweeps/mine/job/status.json").write_text("{}")
+    problem = refusal(capsys, command, "sweeps/mine/job")
+    assert "a run without its config.yaml" in problem
 
 
 @pytest.mark.parametrize("typed", ["seed=3", "experiment=dapo"])

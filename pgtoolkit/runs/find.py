@@ -208,7 +208,8 @@ def not_a_run(use: str, path: Path, needs: str) -> ConfigError:
     similar = sorted(SWEEPS.glob(f"{glob.escape(path.name)}_*"))  # the same sweep with overrides
     if similar:
         use_instead = " or ".join(folder.name for folder in similar[:3])
-    command = None if runs_below else _command_to_begin(path)
+    has_begun = runs_below or (path / "status.json").is_file()
+    command = None if has_begun else _command_to_begin(path)
     if command is not None:
         got = "a sweep's folder without runs"
         reason = "The sweep was stopped before it had one; its own command goes on with it."
