@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pgtoolkit.config.conditions import holds, value_of
 from pgtoolkit.config.keys import OPTION_KEYS, default, shown
 from pgtoolkit.config.own_code import chosen
 from pgtoolkit.runs.series import Columns, values
+from pgtoolkit.system.conditions import holds, value_of
 from pgtoolkit.system.report import text
 
 Test = Callable[[Sequence[float], float], bool]

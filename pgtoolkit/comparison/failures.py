@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pgtoolkit.comparison.common_measure import is_scored_by_own_code
-from pgtoolkit.config.conditions import holds
 from pgtoolkit.runs.declared_metrics import METRICS, metric_named
 from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.loss_metrics import OVER_ALL_DOCUMENTS
 from pgtoolkit.runs.series import smooth
+from pgtoolkit.system.conditions import holds
 
 FEWEST_STEPS = 10
 """Nothing can be said of a shorter run."""

@@ -28,7 +28,6 @@ from pgtoolkit.comparison.tokens import (
     composed,
     refuse_no_rollouts,
 )
-from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.elsewhere import OVERRIDE, Theirs
 from pgtoolkit.config.overrides import overrides_to_read
 from pgtoolkit.config.rules.executed import imports
@@ -40,6 +39,7 @@ from pgtoolkit.config.translate_file import read
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import is_run
 from pgtoolkit.system.columns import aligned
+from pgtoolkit.system.conditions import with_values
 from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.report import key_of, plural, say, shell_path, text
 

@@ -13,7 +13,6 @@ from pgtoolkit.assembly.loss import loss_of, penalty_on_rewards
 from pgtoolkit.assembly.recorded_rollouts import estimator_of
 from pgtoolkit.batch import Tokens
 from pgtoolkit.comparison.parity_step import QUANTITIES, Numbers, RecordedStep
-from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.losses.exchange import Ranks
@@ -24,6 +23,7 @@ from pgtoolkit.losses.top_entropy import top_entropy
 from pgtoolkit.rollouts.advantages import Shape, group_advantages
 from pgtoolkit.rollouts.estimator import Estimator
 from pgtoolkit.rollouts.settings import Uninformative
+from pgtoolkit.system.conditions import with_values
 
 _CENTRED = {"grpo": "dr_grpo", "batch_std": "dr_grpo", "dr_grpo": "dr_grpo"}
 _CENTRED |= {"rloo": "rloo", "opo": "opo"}

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pgtoolkit.assembly.build import accelerator, build, loader_of
 from pgtoolkit.batch import MicroBatch, Step, StepTotals
-from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.schema import Config, Rollout
 from pgtoolkit.document import TOP_VECTORS, Document, have_old_log_probs
 from pgtoolkit.errors import ConfigError, DataError
@@ -26,6 +25,7 @@ from pgtoolkit.rollouts.rows import FIELDS, RecordedRow, Rules
 from pgtoolkit.rollouts.settings import AdvantageSettings, PolicyRolloutSettings
 from pgtoolkit.rollouts.source import Source
 from pgtoolkit.sampling.settings import TransformersSamplerSettings
+from pgtoolkit.system.conditions import with_values
 from pgtoolkit.tasks.row_files import open_files
 from pgtoolkit.training.callbacks import OwnParts
 from pgtoolkit.training.checkpoint import reading_checkpoint

@@ -21,7 +21,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config import hydra_keys, refusals, refused_keys
 from pgtoolkit.config.composable import composed_again
-from pgtoolkit.config.conditions import value_of, with_values
 from pgtoolkit.config.files import OPTIONAL, options, own_folder, taken_names
 from pgtoolkit.config.foreign_values import foreign_values
 from pgtoolkit.config.hydra_files import (
@@ -45,6 +44,7 @@ from pgtoolkit.config.saved import cannot_change, saved_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.runs.records import leaves, read_data
+from pgtoolkit.system.conditions import value_of, with_values
 from pgtoolkit.system.report import key_of, refusal
 
 Evaluated = Literal["run", "model"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pgtoolkit.config.conditions import holds, value_of
+from pgtoolkit.system.conditions import holds, value_of
 from pgtoolkit.tasks.settings import VERIFIERS
 
 

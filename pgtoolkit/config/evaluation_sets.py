@@ -9,10 +9,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pgtoolkit.config.conditions import value_of
 from pgtoolkit.config.keys import KEYS, option_values
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.sampling.settings import SamplingSettings
+from pgtoolkit.system.conditions import value_of
 from pgtoolkit.system.declared import Dictionary
 from pgtoolkit.system.report import text
 from pgtoolkit.tasks.settings import (

@@ -28,7 +28,6 @@ from omegaconf import DictConfig, Node, OmegaConf, open_dict
 
 from pgtoolkit.config import refusals
 from pgtoolkit.config.composable import changeable
-from pgtoolkit.config.conditions import value_of
 from pgtoolkit.config.defaults import ByCondition, ByScores, ByWeights
 from pgtoolkit.config.files import OPTIONAL, config_directory, own_folder, read_options
 from pgtoolkit.config.hydra_keys import name_in, typed_in
@@ -47,6 +46,7 @@ from pgtoolkit.config.own_files import (
 from pgtoolkit.config.schema import OPTIONS, SCHEMAS, Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.records import plain
+from pgtoolkit.system.conditions import value_of
 from pgtoolkit.system.report import refusal
 
 

@@ -10,12 +10,12 @@ from types import MappingProxyType
 from typing import Any, Literal, get_origin, get_type_hints
 
 from pgtoolkit.config.across import CONDITIONS, DEFAULTS
-from pgtoolkit.config.conditions import holds, joined_singles, parts, singles, value_of
 from pgtoolkit.config.defaults import ByCondition, Computed
 from pgtoolkit.config.files import leading_comment, option_file
 from pgtoolkit.config.schema import OPTIONS, SCHEMAS, Config, default_options
 from pgtoolkit.runs.records import plain
 from pgtoolkit.system import declared as declared_types
+from pgtoolkit.system.conditions import holds, joined_singles, parts, singles, value_of
 from pgtoolkit.system.declared import REQUIRED, TYPES, Dictionary, Key, names_of
 from pgtoolkit.system.functions import is_dotted_path
 from pgtoolkit.system.report import Report, is_whole, text

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.counts import copies_of, longest_document, samples_async, tokens_at_least
 from pgtoolkit.config.evaluation_sets import needs_sampler
 from pgtoolkit.config.models import (
@@ -31,6 +30,7 @@ from pgtoolkit.model.settings import HuggingFaceModelSettings
 from pgtoolkit.ranks.environment import BYTES_OF_CUDA, world_size
 from pgtoolkit.rollouts.batch_counts import saves_a_fifth, tokens_of_group
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings
+from pgtoolkit.system.conditions import with_values
 from pgtoolkit.system.report import refusal, text
 from pgtoolkit.tasks.settings import ChatTaskSettings, PromptsTaskSettings, SumsTaskSettings
 

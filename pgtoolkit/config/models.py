@@ -3,13 +3,13 @@ number of weights."""
 
 from __future__ import annotations
 
-from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.rules.table import SHARING
 from pgtoolkit.config.schema import Config
 from pgtoolkit.model.architectures import MODEL_TYPES, TYPES_IN_ONE_PIECE
 from pgtoolkit.model.misfits import cannot_share
 from pgtoolkit.model.settings import HuggingFaceModelSettings, ModelSettings, TinyModelSettings
 from pgtoolkit.ranks.environment import world_size
+from pgtoolkit.system.conditions import with_values
 from pgtoolkit.system.declared import AutoOrBool
 from pgtoolkit.system.model_folder import local_folder, model_settings
 from pgtoolkit.system.plain_files import JsonObject

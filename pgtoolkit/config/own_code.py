@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from pgtoolkit.config.conditions import holds, value_of
 from pgtoolkit.config.keys import (
     KEYS,
     OPTION_KEYS,
@@ -27,6 +26,7 @@ from pgtoolkit.losses.family import Family, configured
 from pgtoolkit.losses.function import ASKED
 from pgtoolkit.runs.history import CODE
 from pgtoolkit.runs.records import leaves
+from pgtoolkit.system.conditions import holds, value_of
 from pgtoolkit.system.functions import defaults_in_file
 
 PARAMETERS = {key.group: key.name for key in KEYS if key.gathers}

@@ -7,10 +7,10 @@ import glob
 import os
 from pathlib import Path
 
-from pgtoolkit.config.conditions import value_of, with_values
 from pgtoolkit.config.keys import keys_of
 from pgtoolkit.config.schema import Config
 from pgtoolkit.runs.directory import occupied, occupied_by
+from pgtoolkit.system.conditions import value_of, with_values
 from pgtoolkit.system.plain_files import cannot_hold_files
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.settings import is_data_set_name

@@ -11,12 +11,12 @@ from omegaconf.base import DictKeyType
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from pgtoolkit.config.conditions import value_of, with_values
 from pgtoolkit.config.keys import default, fits, help_of, key_named, keys_of, values_in_words
 from pgtoolkit.config.meant_values import typed, value_meant
 from pgtoolkit.config.refusals import holds_secret, unresolvable
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.runs.records import plain
+from pgtoolkit.system.conditions import value_of, with_values
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal, text
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from pgtoolkit.config.conditions import holds, parts, singles, value_of, with_values
 from pgtoolkit.config.keys import (
     default,
     existing_key,
@@ -22,6 +21,7 @@ from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.runs.records import leaves, plain, read_resolved
+from pgtoolkit.system.conditions import holds, parts, singles, value_of, with_values
 from pgtoolkit.system.declared import Key, Settings
 from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.report import say, text

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.evaluation_sets import (
     are_training_prompts,
     held_out_sets,
@@ -37,6 +36,7 @@ from pgtoolkit.rollouts.settings import PolicyRolloutSettings, RecordedRolloutSe
 from pgtoolkit.runs.completion_files import TRAINING
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.system.columns import aligned
+from pgtoolkit.system.conditions import with_values
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS
 from pgtoolkit.system.plain_files import JsonObject, json_object, write_atomically
 from pgtoolkit.system.redaction import redact

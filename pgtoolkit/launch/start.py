@@ -13,7 +13,6 @@ from pgtoolkit.assembly.continuing import another_training, going_on_command
 from pgtoolkit.assembly.inputs import DataProblem
 from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config.compose import compose, compose_node, is_refused
-from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.hydra_command import for_hydra, hydra_answers, hydra_arguments
 from pgtoolkit.config.keys import shown
 from pgtoolkit.config.names import plain_config
@@ -34,6 +33,7 @@ from pgtoolkit.ranks.environment import joined
 from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.records import known_provenance, read_config, read_status
+from pgtoolkit.system.conditions import with_values
 from pgtoolkit.system.report import key_of, plural, refusal, say, shell_path, text
 
 

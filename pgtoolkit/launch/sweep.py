@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pgtoolkit.assembly.continuing import going_on_command
-from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.keys import OPTION_KEYS, OWN_CODE, default, shown
 from pgtoolkit.config.names import changed, digest, plain_config
 from pgtoolkit.config.own_code import chosen, short_name
@@ -22,6 +21,7 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.directory import is_held, lock
 from pgtoolkit.runs.records import leaves, read_config, read_status, read_sweep, storage
+from pgtoolkit.system.conditions import with_values
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.report import Report, text
 

@@ -11,6 +11,7 @@ from pgtoolkit.system.declared import (
     REQUIRED,
     AutoOrBool,
     Declared,
+    Needed,
     Option,
     Settings,
     chosen,
@@ -167,8 +168,28 @@ class HuggingFaceModelSettings(ModelSettings):
     )
 
 
+SEQUENCE_PARALLEL = Needed(
+    "parallelism.sequence_parallel=true",
+    needs="parallelism.tensor_parallel>1",
+    because="The activations are sharded over the same ranks as the matrices.",
+    use="parallelism.tensor_parallel=2 or parallelism.sequence_parallel=false",
+)
+
+SHARD = Needed(
+    "parallelism.shard=true",
+    needs="parallelism.data_parallel>1 or parallelism.sequence_data_parallel>1",
+    because="The weights are divided over the ranks that see different tokens.",
+    use="parallelism.data_parallel=2 or parallelism.shard=false",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelismSettings(Settings):
+    needed = (
+        SEQUENCE_PARALLEL,
+        SHARD,
+    )
+
     data_parallel: int = key(
         default=1,
         help="Copies of the model, each with its share of every step's documents (>= 1).",

@@ -13,6 +13,7 @@ from pgtoolkit.system.declared import (
     Alters,
     Declared,
     Dictionary,
+    Needed,
     Needs,
     Option,
     Refusal,
@@ -400,8 +401,28 @@ _MADE_OF_REWARDS: Refusal = {
 }
 
 
+ADVANTAGE_PATH = Needed(
+    "advantage=custom",
+    needs="advantage.path!=null",
+    because="The function at that path makes advantages of rewards.",
+    use="advantage=my_module.my_advantages",
+)
+
+SHIFT_OF_MAX_RL = Needed(
+    "advantage=max_rl",
+    needs="advantage.reward_shift=0",
+    because="It divides by the mean of the rewards, which are not negative.",
+    use="advantage.reward_shift=0 or advantage=dr_grpo",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdvantageSettings(Settings):
+    needed = (
+        ADVANTAGE_PATH,
+        SHIFT_OF_MAX_RL,
+    )
+
     estimator: AdvantageEstimator = key(option=True)
     path: str | None = key(
         default=None,
@@ -490,8 +511,18 @@ class LastStep(StrEnum):
     carry = "carry"
 
 
+MICRO_BATCHES = Needed(
+    "accumulation.docs_per_step=0",
+    needs="accumulation.micro_batches_per_step!=null",
+    because="With docs_per_step=0 a step is a fixed number of micro-batches.",
+    use="accumulation.docs_per_step=64 or accumulation.micro_batches_per_step=2",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AccumulationSettings(Settings):
+    needed = (MICRO_BATCHES,)
+
     docs_per_step: int = key(
         default=64,
         help="Documents of an optimizer step, over all of its micro-batches (>= 0); 0: a step is a "
@@ -542,8 +573,18 @@ _NEEDS_TEMPERATURE: Needs = {
 }
 
 
+GREEDY = Needed(
+    "evaluation.temperature=0",
+    needs="evaluation.completions_per_prompt=1",
+    because="At temperature 0 all completions of a prompt are the same.",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings(Settings):
+    needed = (GREEDY,)
+    of_runs = ("every",)
+
     every: int = key(
         default=0,
         help="Steps between evaluations (>= 0); there are also evaluations before the first step "

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import EnumMeta, StrEnum
-from typing import Any, Literal, Self, TypedDict, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, TypedDict, get_args, get_origin, get_type_hints
 
 from pgtoolkit.losses.checks import shown
+from pgtoolkit.system.conditions import holds, joined_singles, parts, singles
 from pgtoolkit.system.report import is_number, is_whole, text
 
 Dictionary = dict[str, Any]
@@ -47,7 +49,7 @@ class Alters(StrEnum):
 class Key:
     """A key of the configuration, with everything that is true of it.
 
-    A condition, below, is a text such as `rollout.lag>0`, see `config.conditions.holds`.
+    A condition, below, is a text such as `rollout.lag>0`, see `system.conditions.holds`.
     """
 
     name: str
@@ -153,6 +155,25 @@ class Group:
 
     default: str
     help: str
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Two conditions: where the first holds, the second has to hold, too.
+
+    A group stands for the key that names its option, so that `advantage=gae` is written in the way
+    that users type it.
+
+    when: the condition under which it applies. A refusal names its first part.
+    needs: the condition that has to hold.
+    because: the reason, in one sentence.
+    use: what to type, in the place of `needs`; several ways are joined by ` or `.
+    """
+
+    when: str
+    needs: str
+    because: str
+    use: str = ""
 
 
 class Needs(TypedDict, total=False):
@@ -277,10 +298,16 @@ class Settings:
     """The base class of a part's settings, which refuse values that their keys do not take.
 
     A configuration makes them by `unchecked`, since it refuses all of its values together.
+    needed: conditions between their keys.
+    of_runs: keys that a run alone reads. Conditions on them do not count in Python.
     """
 
+    needed: ClassVar[tuple[Needed, ...]] = ()
+    of_runs: ClassVar[tuple[str, ...]] = ()
+
     def __post_init__(self) -> None:
-        """Raise ValueError for a value of another type, or beyond its range or its names.
+        """Raise ValueError for a value of another type, beyond its range or its names, without an
+        effect beside the others, or that does not fit them.
 
         A name that is given as a text becomes the entry of its enumeration.
         """
@@ -294,6 +321,8 @@ class Settings:
             if value in names:
                 object.__setattr__(self, each.name, names[names.index(value)])
         self._unify()
+        _check_effects(self)
+        _check_needed(self)
 
     def _unify(self) -> None:
         """Give values that mean the same one form."""
@@ -306,6 +335,98 @@ class Settings:
             object.__setattr__(settings, each.name, values[each.name])
         settings._unify()
         return settings
+
+
+def _check_effects(settings: Settings) -> None:
+    """Raise ValueError for a value that is not the default, and has no effect beside the others."""
+    kind = type(settings)
+    for each in fields(settings):
+        condition = each.metadata.get("only_if")
+        if not condition or each.metadata.get("option"):
+            continue
+        deciding = [_field_of(kind, parts(single)[0]) for single in singles(condition)]
+        if {*deciding} & {*settings.of_runs}:
+            continue
+        value = getattr(settings, each.name)
+        if value in (_default_of(each), None) or _holds_in(settings, condition):
+            continue
+        reason = each.metadata.get("why") or "It has no effect otherwise."
+        use = f"leave {each.name} out"
+        if not any(get_origin(get_type_hints(kind)[name]) is Literal for name in deciding):
+            is_typed = "!=" not in condition and ">" not in condition
+            typed = _in_python(kind, condition if is_typed else each.metadata["use"])
+            use = f"use {typed}, or {use}"
+        raise ValueError(
+            f"{kind.__name__}({each.name}={_typed(value)}) needs {_in_python(kind, condition)} "
+            f"(got {_got(settings, condition)}). {reason} {use[0].upper()}{use[1:]}."
+        )
+
+
+def _check_needed(settings: Settings) -> None:
+    """Raise ValueError for values that do not fit each other."""
+    kind = type(settings)
+    for row in settings.needed:
+        if not _holds_in(settings, row.when) or _holds_in(settings, row.needs):
+            continue
+        raise ValueError(
+            f"{kind.__name__}({_in_python(kind, row.when)}) needs {_in_python(kind, row.needs)} "
+            f"(got {_got(settings, row.needs)}). {row.because} Use "
+            f"{_in_python(kind, row.use or row.needs)}."
+        )
+
+
+def _default_of(declared: Field) -> object:
+    if declared.default_factory is not MISSING:
+        return declared.default_factory()
+    return declared.default
+
+
+def _holds_in(settings: Settings, condition: str) -> bool:
+    """Return whether a condition on keys of their own group holds in settings."""
+    words = ""
+    for joiner, single in joined_singles(condition):
+        name, operator, value = parts(single)
+        words += f"{joiner}{_field_of(type(settings), name)}{operator}{value}"
+    return holds(words, settings)
+
+
+def _field_of(kind: type[Settings], name: str) -> str:
+    """Return the field of a key, or the one that names the option of a group."""
+    if "." in name:
+        return name.rpartition(".")[2]
+    return next(each.name for each in fields(kind) if each.metadata.get("option"))
+
+
+def _got(settings: Settings, condition: str) -> str:
+    """Return the values of the keys in a condition as Python types them."""
+    names = [_field_of(type(settings), parts(single)[0]) for single in singles(condition)]
+    values = {name: getattr(settings, name) for name in names}
+    return ", ".join(f"{name}={_typed(value)}" for name, value in values.items())
+
+
+def _typed(value: object) -> str:
+    return repr(str(value) if isinstance(value, StrEnum) else value)
+
+
+_IN_YAML = {"null": "None", "true": "True", "false": "False"}
+_OPERATORS = {"=": "=", "!=": " other than ", ">": " above "}
+
+
+def _in_python(kind: type[Settings], condition: str) -> str:
+    """Return a condition, or what to type, in the words of Python."""
+    words = ""
+    for joiner, single in joined_singles(condition):
+        name, operator, value = parts(single)
+        field_name = _field_of(kind, name)
+        if "." not in name and "." in value:  # a dotted path in place of an option
+            field_name = next(each.name for each in fields(kind) if each.metadata.get("stands_for"))
+        typed = _IN_YAML.get(value, value)
+        if ".." in value:
+            typed = "[...]"
+        elif typed == value and re.fullmatch(r"[a-z][\w.]*", value):
+            typed = repr(value)
+        words += f"{joiner}{field_name}{_OPERATORS[operator]}{typed}"
+    return words
 
 
 def _refused(settings: str, declared: Field, names: Sequence[str], value: object) -> str:
@@ -324,9 +445,7 @@ def _refused(settings: str, declared: Field, names: Sequence[str], value: object
     reason = declared.metadata.get("help", "").partition("; null")[0].rstrip(".")
     if reason:
         message += f" {reason}."
-    default = declared.default
-    if default is MISSING and declared.default_factory is not MISSING:
-        default = declared.default_factory()
+    default = _default_of(declared)
     if default is not MISSING:
         shown_default = str(default) if isinstance(default, StrEnum) else default
         message += f" Use {declared.name}={shown_default!r}, the default."

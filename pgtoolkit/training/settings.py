@@ -11,6 +11,7 @@ from pgtoolkit.system.declared import (
     AutoOrBool,
     Declared,
     Dictionary,
+    Needed,
     Option,
     Refusal,
     Settings,
@@ -114,8 +115,18 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+OPTIMIZER_PATH = Needed(
+    "optimizer=custom",
+    needs="optimizer.path!=null",
+    because="The class at that path is the optimizer.",
+    use="optimizer=torch.optim.RMSprop",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(Settings):
+    needed = (OPTIMIZER_PATH,)
+
     name: OptimizerName = key(
         default=OptimizerName.adamw,
         option=True,

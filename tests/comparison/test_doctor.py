@@ -19,13 +19,13 @@ from pgtoolkit.cli import main
 from pgtoolkit.comparison.doctor import diagnose, examine
 from pgtoolkit.comparison.failures import FEWEST_STEPS, RULES, Elsewhere, Rule
 from pgtoolkit.completion import Completion, Request
-from pgtoolkit.config.conditions import parts
 from pgtoolkit.config.keys import key_named
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import Run, read_run, run_directories
 from pgtoolkit.runs.records import leaves, read_leaves
 from pgtoolkit.sampling.samplers import TransformersSampler
+from pgtoolkit.system.conditions import parts
 from pgtoolkit.system.report import text
 
 REPOSITORY = Path(__file__).parents[2]

@@ -11,7 +11,6 @@ from omegaconf import DictConfig, Node, OmegaConf, open_dict
 
 from pgtoolkit.config.api_page import api_page
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.conditions import value_of
 from pgtoolkit.config.files import config_directory, options
 from pgtoolkit.config.hydra_files import compose_choices, reading_as_pgtk
 from pgtoolkit.config.keys import KEYS, option_values
@@ -25,6 +24,7 @@ from pgtoolkit.losses.corrections import CORRECTIONS, Correction
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.losses.family import Family, configured
 from pgtoolkit.runs.records import plain
+from pgtoolkit.system.conditions import value_of
 from pgtoolkit.system.declared import REQUIRED
 from pgtoolkit.system.report import Report
 from pgtoolkit.system.yaml_text import to_yaml

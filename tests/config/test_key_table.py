@@ -12,7 +12,6 @@ import pytest
 
 from pgtoolkit.config.across import CHANGES, CONDITIONS, DEFAULTS
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.conditions import holds, parts, singles, value_of
 from pgtoolkit.config.defaults import Computed
 from pgtoolkit.config.keys import KEYS, evaluated_keys, ignored
 from pgtoolkit.config.names import changed, digest, plain_config, retrained
@@ -22,6 +21,7 @@ from pgtoolkit.config.saved import cannot_change, record_of, typed
 from pgtoolkit.config.schema import OPTIONS, SCHEMAS, Config
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.kl import FULL_KINDS, KINDS
+from pgtoolkit.system.conditions import holds, parts, singles, value_of
 from pgtoolkit.system.declared import Key
 from pgtoolkit.system.report import Report
 from pgtoolkit.training.loss_settings import AggregationMode, KLKind

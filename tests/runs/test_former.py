@@ -5,11 +5,11 @@ from builders.runs import config_of, with_model
 
 from pgtoolkit.assembly.continuing import counterpart_command
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.saved import compiled_as_begun, saved_config
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import leaves, read_leaves, read_resolved
+from pgtoolkit.system.conditions import with_values
 
 _TIME = "2026-11-28 16:58:26,283 INFO"
 _ON = f"{_TIME} model.compile=auto: on, since 20 % of about 121 s of updates is more\n"

@@ -15,14 +15,20 @@ from pgtoolkit.losses.adaptive_kl import AdaptiveKL
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.families import Grpo
 from pgtoolkit.losses.objective import Loss
+from pgtoolkit.model.settings import ParallelismSettings, TinyModelSettings
 from pgtoolkit.rollouts.advantages import Shape
 from pgtoolkit.rollouts.estimator import Estimator
 from pgtoolkit.rollouts.settings import (
+    AccumulationSettings,
     AdvantageSettings,
     EvaluationSettings,
     PolicyRolloutSettings,
 )
-from pgtoolkit.sampling.settings import SamplingSettings, TransformersSamplerSettings
+from pgtoolkit.sampling.settings import (
+    SamplingSettings,
+    TransformersSamplerSettings,
+    VllmSamplerSettings,
+)
 from pgtoolkit.training.settings import OptimizerName, OptimizerSettings
 
 CLASSES = sorted({*SCHEMAS.values(), SamplingSettings}, key=lambda schema: schema.__name__)
@@ -96,6 +102,64 @@ REFUSED = [
     (
         lambda: TransformersSamplerSettings(gpus=1),
         "TransformersSamplerSettings(gpus=1) needs a list of whole numbers or None (got 1).",
+    ),
+    (
+        lambda: OptimizerSettings(learning_rate=1e-3, name="muon", beta1=0.8),
+        "OptimizerSettings(beta1=0.8) needs name='adamw' (got name='muon'). Others have values of "
+        "their own. Use name='adamw', or leave beta1 out.",
+    ),
+    (
+        lambda: OptimizerSettings(learning_rate=1e-3, min_learning_rate=1e-5),
+        "OptimizerSettings(min_learning_rate=1e-05) needs schedule other than 'constant' (got "
+        "schedule='constant'). It has no effect otherwise. Use schedule='cosine', or leave "
+        "min_learning_rate out.",
+    ),
+    (
+        lambda: OptimizerSettings(learning_rate=1e-3, name="custom"),
+        "OptimizerSettings(name='custom') needs path other than None (got path=None). The class at "
+        "that path is the optimizer. Use path='torch.optim.RMSprop'.",
+    ),
+    (
+        lambda: AdvantageSettings(estimator="grpo", whiten=False),
+        "(whiten=False) needs estimator='gae' (got estimator='grpo'). It has no effect otherwise. "
+        "Use estimator='gae', or leave whiten out.",
+    ),
+    (
+        lambda: AdvantageSettings(estimator="custom"),
+        "needs path other than None (got path=None). The function at that path makes advantages "
+        "of rewards. Use path='my_module.my_advantages'.",
+    ),
+    (
+        lambda: AdvantageSettings(estimator="max_rl", reward_shift=1.0),
+        "Use reward_shift=0 or estimator='dr_grpo'.",
+    ),
+    (
+        lambda: AccumulationSettings(max_tokens=64, docs_per_step=0),
+        "Use docs_per_step=64 or micro_batches_per_step=2.",
+    ),
+    (
+        lambda: PolicyRolloutSettings(max_completion_length=7, mixed="exact_match"),
+        "needs max_sampling_rounds above 1 (got max_sampling_rounds=1). It has no effect "
+        "otherwise. Use max_sampling_rounds=4, or leave mixed out.",
+    ),
+    (
+        lambda: TinyModelSettings(fp32_lm_head=True),
+        "(fp32_lm_head=True) needs name='huggingface' (got name='tiny'). It has no effect "
+        "otherwise. Leave fp32_lm_head out.",
+    ),
+    (
+        lambda: VllmSamplerSettings(answer_seconds=9, tensor_parallel=2),
+        "(got urls=[], gpus=None). It has no effect otherwise. Use urls=[] and gpus=[...], or",
+    ),
+    (
+        lambda: ParallelismSettings(shard=True),
+        "needs data_parallel above 1 or sequence_data_parallel above 1 (got data_parallel=1, "
+        "sequence_data_parallel=1). The weights are divided over the ranks that see different "
+        "tokens. Use data_parallel=2 or shard=False.",
+    ),
+    (
+        lambda: EvaluationSettings(temperature=0, every=0),
+        "EvaluationSettings(temperature=0) needs completions_per_prompt=1",
     ),
     (lambda: Loss("grpo", aggregation_of("token_mean")), "Use pgtoolkit.families.Grpo()"),
     (lambda: Loss(Grpo, aggregation_of("token_mean")), "Use family=Grpo()"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import string
 
-from pgtoolkit.config.conditions import holds, with_values
 from pgtoolkit.config.keys import ignored, keys_of
 from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.own_code import chosen, family_of_config
@@ -16,6 +15,7 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.losses.family import Family
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.rollouts.batch_counts import samples_ahead
+from pgtoolkit.system.conditions import holds, with_values
 from pgtoolkit.system.model_folder import model_settings
 from pgtoolkit.system.report import Report, is_number, is_whole, refusal, text
 from pgtoolkit.tasks.settings import VERIFIERS, VerifierFailure

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
-from pgtoolkit.config.conditions import holds, joined_singles, parts, singles, value_of
 from pgtoolkit.config.keys import OPTION_KEYS, in_words, shown
 from pgtoolkit.config.own_code import chosen
 from pgtoolkit.config.schema import Config
+from pgtoolkit.system.conditions import holds, joined_singles, parts, singles, value_of
+from pgtoolkit.system.declared import Needed
 from pgtoolkit.system.report import Report, text
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Two conditions: where the first holds, the second has to hold, too.
+class Rule(Needed):
+    """A row between keys of any groups.
 
-    Conditions are those of `holds`; a group stands for the key that names its option, so that
-    `advantage=gae` is written in the way that users type it. Called with a configuration, the rule
-    adds its refusal to the report.
-
-    when: the condition under which the rule applies. A refusal names its first part.
-    needs: the condition that has to hold.
-    because: the reason, in one sentence.
-    use: what to type, in the place of `needs`; several ways are joined by ` or `.
+    Called with a configuration, it adds its refusal to the report.
     """
 
-    when: str
-    needs: str
-    because: str
-    use: str = ""
+    @classmethod
+    def of(cls, needed: Needed) -> Rule:
+        """Return the rule of what settings need by themselves."""
+        return cls(needed.when, needed.needs, needed.because, needed.use)
 
     def __call__(self, config: Config, report: Report) -> None:
         needs = _by_keys(self.needs)

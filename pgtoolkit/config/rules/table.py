@@ -10,7 +10,15 @@ from dataclasses import replace
 
 from pgtoolkit.config.rules.rule import Rule
 from pgtoolkit.losses.kl import REWARD_KINDS
-from pgtoolkit.rollouts.settings import WITHOUT_OTHERS
+from pgtoolkit.model.settings import SEQUENCE_PARALLEL, SHARD
+from pgtoolkit.rollouts.settings import (
+    ADVANTAGE_PATH,
+    GREEDY,
+    MICRO_BATCHES,
+    SHIFT_OF_MAX_RL,
+    WITHOUT_OTHERS,
+)
+from pgtoolkit.training.settings import OPTIMIZER_PATH
 
 _READS_NO_REWARDS = "loss!=custom and loss!=tpo and loss!=lpo"
 """Holds for losses of ours that are 0 where advantages are. What one of the user's own reads is
@@ -252,12 +260,7 @@ ADVANTAGE = (
     _NOTHING_TO_LEARN,
     _TEACHES_ITSELF,
     _CORRECTS_NOTHING,
-    Rule(
-        "advantage=custom",
-        needs="advantage.path!=null",
-        because="The function at that path makes advantages of rewards.",
-        use="advantage=my_module.my_advantages",
-    ),
+    Rule.of(ADVANTAGE_PATH),
     Rule(
         "advantage=gdpo",
         needs="rollout=policy",
@@ -295,12 +298,7 @@ _SHAPE_WITHOUT_REWARDS = tuple(
 )
 
 SHAPE = (
-    Rule(
-        "advantage=max_rl",
-        needs="advantage.reward_shift=0",
-        because="It divides by the mean of the rewards, which are not negative.",
-        use="advantage.reward_shift=0 or advantage=dr_grpo",
-    ),
+    Rule.of(SHIFT_OF_MAX_RL),
     *_SHAPE_WITHOUT_REWARDS,
     *(
         Rule(
@@ -502,12 +500,7 @@ KL = (
 )
 
 ACCUMULATION = (
-    Rule(
-        "accumulation.docs_per_step=0",
-        needs="accumulation.micro_batches_per_step!=null",
-        because="With docs_per_step=0 a step is a fixed number of micro-batches.",
-        use="accumulation.docs_per_step=64 or accumulation.micro_batches_per_step=2",
-    ),
+    Rule.of(MICRO_BATCHES),
     Rule(
         "aggregation=prompt_mean or aggregation=balanced",
         needs="accumulation.docs_per_step>0",
@@ -524,30 +517,15 @@ ACCUMULATION = (
 )
 
 PARALLELISM = (
-    Rule(
-        "parallelism.sequence_parallel=true",
-        needs="parallelism.tensor_parallel>1",
-        because="The activations are sharded over the same ranks as the matrices.",
-        use="parallelism.tensor_parallel=2 or parallelism.sequence_parallel=false",
-    ),
-    Rule(
-        "parallelism.shard=true",
-        needs="parallelism.data_parallel>1 or parallelism.sequence_data_parallel>1",
-        because="The weights are divided over the ranks that see different tokens.",
-        use="parallelism.data_parallel=2 or parallelism.shard=false",
-    ),
+    Rule.of(SEQUENCE_PARALLEL),
+    Rule.of(SHARD),
     Rule(
         "metrics!=none",
         needs="parallelism.pipeline_parallel=1",
         because="Stages without the loss have no advantage extrema to give.",
         use="metrics=none or parallelism.pipeline_parallel=1",
     ),
-    Rule(
-        "optimizer=custom",
-        needs="optimizer.path!=null",
-        because="The class at that path is the optimizer.",
-        use="optimizer=torch.optim.RMSprop",
-    ),
+    Rule.of(OPTIMIZER_PATH),
     Rule(
         "optimizer=muon",
         needs="parallelism.tensor_parallel=1",
@@ -603,13 +581,7 @@ SAMPLING = (
     ),
 )
 
-EVALUATION = (
-    Rule(
-        "evaluation.temperature=0",
-        needs="evaluation.completions_per_prompt=1",
-        because="At temperature 0 all completions of a prompt are the same.",
-    ),
-)
+EVALUATION = (Rule.of(GREEDY),)
 
 TABLE = (
     *CORRECTION,

@@ -6,7 +6,6 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.evaluation_sets import (
     DEFAULT_SET,
     OF_A_SET,
@@ -29,6 +28,7 @@ from pgtoolkit.config.saved import FORMER_TASKS
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.rollouts.batch_counts import powers_of_two
 from pgtoolkit.runs.completion_files import TRAINING
+from pgtoolkit.system.conditions import with_values
 from pgtoolkit.system.declared import REQUIRED, Dictionary, Key
 from pgtoolkit.system.report import Report, is_number, nearest, text
 from pgtoolkit.tasks import settings as tasks
