@@ -78,6 +78,14 @@ class Estimator:
                 "formulas of their own. Use Estimator('custom', function=...), or leave it out."
             )
 
+    @property
+    def _setting(self) -> str:
+        """Return what the user has typed for a function of their own."""
+        if self.path is not None:
+            return f"advantage={self.path}"
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        return f"Estimator('custom', function={name})"
+
     @classmethod
     def of(
         cls,
@@ -205,7 +213,7 @@ class Estimator:
         rewards = [[attempt.reward for attempt in group] for group in groups]
         lengths = [[attempt.length for attempt in group] for group in groups]
         measures = [[attempt.measures for attempt in group] for group in groups]
-        setting = f"advantage={self.path}"
+        setting = self._setting
         batch = f"{len(groups)} groups, the first with the rewards {rewards[0]}"
         assert self.function is not None
         with blaming(setting, error_type, batch):
@@ -249,7 +257,7 @@ class Estimator:
                 continue
             raise ConfigError(
                 refusal(
-                    setting=f"advantage={self.path}",
+                    setting=self._setting,
                     needs="the same advantages in whichever order the groups come",
                     got=f"{first} and {second}",
                     reason="The order of the prompts in a batch means nothing.",
@@ -271,7 +279,7 @@ class Estimator:
         off = "rollout.uninformative=train" if drops else "rollout.max_sampling_rounds=1"
         raise ConfigError(
             refusal(
-                setting=f"advantage={self.path}",
+                setting=self._setting,
                 needs=f"advantages of 0 for a group of equal rewards, with {setting}",
                 got=f"{advantages[-1][:4]} for rewards of {groups[-1][0].reward}",
                 reason="Such groups are taken out of training, as if they taught nothing.",

@@ -31,12 +31,12 @@ _NO_SIGNAL = (
     f"{_MAX_EMPTY_BATCHES} batches in a row have no prompt whose completions score "
     "differently, so rollout.uninformative=drop leaves nothing to train on. Is the task too hard "
     "or too easy, or are completions cut off before the answer? Use another task, another model to "
-    "start from, or rollout.uninformative=train."
+    "start from, or rollout.uninformative=train, in Python uninformative='train'."
 )
 _ALL_SOLVED = (
     "the first batch has retired every prompt (rollout.retire_at), and none of its prompts has "
     "completions that score differently, so there is nothing to train on. The policy solves them "
-    "all: use harder prompts, or rollout.retire_at=null."
+    "all: use harder prompts, or rollout.retire_at=null, in Python retire_at=None."
 )
 
 
@@ -44,8 +44,9 @@ def nothing_to_train(documents: int) -> str:
     """Return the message for batches of this many documents, which are fewer than a step has."""
     return (
         f"accumulation.last_step=drop leaves nothing to train on (got {documents} documents in a "
-        "batch). A batch has fewer documents than a step. Use a smaller "
-        "accumulation.docs_per_step or last_step=short."
+        "batch). A batch has fewer documents than a step. Use "
+        f"accumulation.docs_per_step={documents} or less, or accumulation.last_step=short; in "
+        f"Python docs_per_step={documents}, or last_step='short'."
     )
 
 

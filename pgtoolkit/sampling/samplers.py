@@ -139,7 +139,8 @@ def check_sampled(policy: Policy, chosen: TransformersSamplerSettings) -> None:
         raise ConfigError(
             f"sampler.static_cache=true needs a model of type {', '.join(MODEL_TYPES)} with "
             f"ordinary rotary positions (got {policy.model.config.model_type}). For other models "
-            "the result is not known to be right. Use sampler.static_cache=null."
+            "the result is not known to be right. Use sampler.static_cache=null, in Python "
+            "static_cache=None."
         )
 
 

@@ -585,7 +585,7 @@ class DynamicAccumulation(lightning.LightningModule):
         if self._bad_steps_in_a_row >= self.max_bad_steps:
             raise NumericalError(
                 f"{self._bad_steps_in_a_row} steps in a row were not finite (trainer.max_bad_steps="
-                f"{self.max_bad_steps}). The last: {message}"
+                f"{self.max_bad_steps}, in Python max_bad_steps). The last: {message}"
             )
         log.warning(message)
 

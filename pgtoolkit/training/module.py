@@ -102,7 +102,9 @@ class PolicyGradientModule(DynamicAccumulation):
     record: what a checkpoint keeps of the run's configuration.
     """
 
-    without_old_log_probs = "loss=reinforce correction=none kl=none"
+    without_old_log_probs = (
+        "loss=reinforce correction=none kl=none, in Python Loss(Reinforce(), ...) without either"
+    )
     reference: Policy | None = None
     evaluator: Evaluator | None = None
     critic: Critic | None = None
@@ -528,7 +530,7 @@ class PolicyGradientModule(DynamicAccumulation):
                 refusal(
                     setting="SampledRollouts(..., penalty=...)",
                     needs="a reference",
-                    got=None,
+                    got="None",
                     reason="The penalty on rewards is the distance from it.",
                     use="PolicyGradientModule(..., reference=...)",
                 )
@@ -546,7 +548,7 @@ class PolicyGradientModule(DynamicAccumulation):
                 refusal(
                     setting="SampledRollouts(..., gae=...)",
                     needs="a critic",
-                    got=None,
+                    got="None",
                     reason="The advantages of gae are made of its values.",
                     use="PolicyGradientModule.add_critic(body, CriticSettings(...))",
                 )
@@ -707,7 +709,8 @@ class PolicyGradientModule(DynamicAccumulation):
             raise DataError(
                 "loss.score_centering=true needs sampling_top_ids of every document (got none of "
                 f"{without_top[0]}). The checkpoint's batch of rollouts was sampled without them. "
-                "Use loss.score_centering=false, or start a new run."
+                "Use loss.score_centering=false, or start a new run; in Python documents with "
+                "both sampling_top_ids and sampling_top_log_probs."
             )
         without_sampling = [
             document.name for document in step.documents if document.sampling_log_probs is None
@@ -717,7 +720,8 @@ class PolicyGradientModule(DynamicAccumulation):
             raise DataError(
                 f"correction={self.loss.correction.name} needs sampling_log_probs of every "
                 f"document (got none of {without_sampling[0]}). The checkpoint's batch of rollouts "
-                "was sampled without them. Use correction=none, or start a new run."
+                "was sampled without them. Use correction=none, or start a new run; in Python "
+                "Loss(..., correction=None), or documents with sampling_log_probs."
             )
 
     def _check_ref_log_probs(self, step: Step) -> None:

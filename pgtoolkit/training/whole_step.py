@@ -142,7 +142,8 @@ def with_signs(step: Step, loss: Loss, layout: Layout) -> Step:
         if problem is not None:
             raise DataError(
                 f"aggregation={loss.aggregation.name} needs {problem} in {document.name}). It "
-                "counts completions by the sign of their advantage. Use aggregation=prompt_mean."
+                "counts completions by the sign of their advantage. Use aggregation=prompt_mean, "
+                "in Python aggregation_of('prompt_mean')."
             )
     numbers = torch.tensor([everywhere[place] for place in sorted(everywhere)]).view(-1, 3)
     num_groups = step.totals.num_groups

@@ -29,6 +29,8 @@ from pgtoolkit.sampling.settings import (
     TransformersSamplerSettings,
     VllmSamplerSettings,
 )
+from pgtoolkit.tasks.prompts import scored_by_nobody
+from pgtoolkit.tasks.settings import PromptsTaskSettings
 from pgtoolkit.training.settings import OptimizerName, OptimizerSettings
 
 CLASSES = sorted({*SCHEMAS.values(), SamplingSettings}, key=lambda schema: schema.__name__)
@@ -203,3 +205,10 @@ def test_a_name_as_a_text_is_the_entry_of_its_enumeration():
 def test_numbers_that_mean_the_same_have_one_form():
     assert PolicyRolloutSettings(max_completion_length=7, top_p=1).top_p is None
     assert EvaluationSettings(top_p=1).top_p == 1  # beside a top_p of the rollouts
+
+
+def test_a_task_that_nobody_scores_keeps_what_is_set_for_its_verifiers():
+    settings = PromptsTaskSettings(path="x.jsonl", verifier_processes=2, verifier_seconds=5)
+    task = scored_by_nobody(settings)
+    assert isinstance(task, PromptsTaskSettings)
+    assert (task.verifier, task.verifier_processes) == ("exact_match", 0)

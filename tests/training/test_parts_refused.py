@@ -12,7 +12,7 @@ import torch
 from builders.documents import document_of
 
 from pgtoolkit import corrections
-from pgtoolkit.errors import ConfigError, PgtoolkitError
+from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
 from pgtoolkit.families import Gspo, Lpo, Reinforce, Tpo
 from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.adaptive_kl import AdaptiveKL
@@ -24,7 +24,7 @@ from pgtoolkit.model.settings import TinyModelSettings
 from pgtoolkit.model.setup import build_policy
 from pgtoolkit.ranks.environment import AXES
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.estimator import Estimator
+from pgtoolkit.rollouts.estimator import Attempt, Estimator
 from pgtoolkit.rollouts.sampled import SampledRollouts
 from pgtoolkit.rollouts.settings import (
     AccumulationSettings,
@@ -51,7 +51,7 @@ NOTHING: dict[str, Any] = {}
 @pytest.fixture(scope="module")
 def policy() -> Policy:
     settings = TinyModelSettings(num_layers=1, hidden_size=8, num_heads=1)
-    return build_policy(settings, alphabet="0123456789", on_gpu=False)
+    return build_policy(settings, alphabet="0123456789=", on_gpu=False)
 
 
 def module_of(policy: Policy, **changes: Any) -> PolicyGradientModule:
@@ -342,6 +342,36 @@ def test_a_penalty_needs_a_reference_or_its_log_probs(policy):
         module.ref_log_probs(make_step(documents(), 16).micro_batches[0])
     with pytest.raises(ConfigError, match=r"needs a critic .* Use PolicyGradientModule.add_critic"):
         module.values(make_step(documents(), 16).micro_batches[0])
+
+
+def test_a_refusal_of_documents_says_what_to_write_in_python(policy):
+    step = make_step(documents(), 16)
+    corrected = module_of(policy, correction=corrections.TokenMask())
+    with pytest.raises(DataError, match=r"in Python Loss\(..., correction=None\), or documents"):
+        corrected.take_step(step)
+    with pytest.raises(DataError, match="in Python documents with both sampling_top_ids and"):
+        module_of(policy, **CENTERED).take_step(step)
+    unknown = [replace(each, old_log_probs=None) for each in documents()]
+    with pytest.raises(DataError, match=r"in Python Loss\(Reinforce\(\), ...\) without either"):
+        module_of(policy, family=Gspo()).take_step(make_step(unknown, 16))
+
+
+def test_a_function_that_makes_no_advantages_is_named_as_python_has_it():
+    def halves(rewards, *, lengths, measures):
+        return [[reward / 2 for reward in group][1:] for group in rewards]
+
+    estimator = Estimator("custom", function=halves)
+    with pytest.raises(DataError, match=r"^Estimator\('custom', function=halves\) needs a finite"):
+        estimator.advantages([[Attempt(1.0, 2), Attempt(0.0, 3)]], refuse=lambda *_: None)
+
+
+def test_steps_that_no_batch_fills_are_refused_with_what_to_write_in_python(policy):
+    accumulation = {"docs_per_step": 512, "last_step": "drop"}
+    rollout = {"prompts_per_batch": 2, "group_size": 4}
+    module = module_of(policy)
+    loader = loader_of(module, rollout=rollout, accumulation=accumulation)
+    with pytest.raises(DataError, match=r"in Python docs_per_step=8, or last_step='short'\.$"):
+        next(iter(loader))
 
 
 def test_documents_share_a_prompt_only_where_the_model_keeps_them_apart(policy):
