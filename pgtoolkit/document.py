@@ -107,6 +107,11 @@ class SampledDocument:
                     f"{name} of {self.name} needs a tensor with a number for each of its {trained} "
                     f"trained tokens (got {type(vector).__name__})."
                 )
+            if name not in ROWS and vector is not None and vector.dim() != 1:
+                raise ValueError(
+                    f"{name} of {self.name} needs a number for each of its {trained} trained "
+                    f"tokens, ({trained},) (got {tuple(vector.shape)}). Use {name}.flatten()."
+                )
             fits = fits and (vector is None or vector.shape[0] == trained)
         if not fits:
             lengths = {
@@ -116,7 +121,8 @@ class SampledDocument:
             }
             raise ValueError(
                 f"{self.name} has {len(self.tokens)} tokens, {trained} of them trained, and "
-                f"{lengths}"
+                f"{lengths}. loss_mask is of its tokens, the others are of the trained ones, as "
+                "advantages[loss_mask] would be"
             )
         if trained and self.loss_mask[0]:
             raise ValueError(f"{self.name} trains its first token, which nothing stands before")

@@ -22,7 +22,7 @@ from pgtoolkit.kernels.losses import (
     loss_of_hidden,
 )
 from pgtoolkit.losses.adaptive_kl import AdaptiveKL
-from pgtoolkit.losses.checks import check_object, check_whole
+from pgtoolkit.losses.checks import MAX_LOG_PROB, check_object, check_whole
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.kl import REWARD_KINDS
@@ -286,6 +286,7 @@ class PolicyGradientModule(DynamicAccumulation):
     def take_step(self, step: Step) -> StepOutput:
         self._check_sampling_log_probs(step)
         self._check_ref_log_probs(step)
+        self._check_above_0(step)
         self.take_kl_coefficient()
         step = with_signs(step, self.loss, self.layout)
         updates_before = self.num_updates
@@ -722,6 +723,25 @@ class PolicyGradientModule(DynamicAccumulation):
                 f"document (got none of {without_sampling[0]}). The checkpoint's batch of rollouts "
                 "was sampled without them. Use correction=none, or start a new run; in Python "
                 "Loss(..., correction=None), or documents with sampling_log_probs."
+            )
+
+    def _check_above_0(self, step: Step) -> None:
+        """Raise DataError for old log-probs that are probabilities.
+
+        The loss itself checks no number here, since the step's loss and gradient are checked.
+        """
+        for micro_batch in step.micro_batches:
+            old = micro_batch.old_log_probs
+            if old is None or not old.numel() or not old.max() > MAX_LOG_PROB:
+                continue
+            place = int(micro_batch.document_index[old.argmax()])
+            name = "a document"
+            if micro_batch.step_places:
+                name = step.documents[micro_batch.step_places[place]].name
+            raise DataError(
+                f"old_log_probs of {name} needs log-probs, which are at most 0 (got "
+                f"{old.max().item():g}). Probabilities are given as their logarithms: use "
+                "old_log_probs.log()."
             )
 
     def _check_ref_log_probs(self, step: Step) -> None:

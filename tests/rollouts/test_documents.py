@@ -88,3 +88,12 @@ def test_a_checkpoint_has_the_fields_of_a_document_side_by_side():
     (shape,) = STATE["documents"]
     names = {name.removesuffix("?") for name in shape}
     assert names == {field.name for field in dataclasses.fields(Document)}
+
+
+@pytest.mark.parametrize("name", ["advantages", *OPTIONAL_VECTORS, *CRITIC_VECTORS])
+def test_a_document_refuses_a_column_and_a_single_number(name):
+    """Columns of two documents would be broadcast against each other."""
+    for wrong in (torch.zeros(2, 1), torch.tensor(0.0)):
+        got = re.escape(f"{name} of a document needs a number for each of its 2 trained tokens")
+        with pytest.raises(ValueError, match=f"^{got}.*Use {name}"):
+            document_of(3, **{name: wrong})

@@ -74,7 +74,7 @@ def steps_of(
     accumulation = AccumulationSettings(
         docs_per_step=docs_per_step,
         max_tokens=max_tokens,
-        micro_batches_per_step=micro_batches,
+        micro_batches_per_step=None if docs_per_step else micro_batches,
         last_step=LastStep(last_step),
     )
     return StepLoader(source, accumulation, groups, max_steps)

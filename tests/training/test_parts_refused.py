@@ -356,6 +356,14 @@ def test_a_refusal_of_documents_says_what_to_write_in_python(policy):
         module_of(policy, family=Gspo()).take_step(make_step(unknown, 16))
 
 
+def test_probabilities_in_the_place_of_old_log_probs_are_refused(policy):
+    first, second = documents()
+    wrong = replace(second, old_log_probs=torch.tensor([0.0, 0.25]))
+    module = module_of(policy)
+    with pytest.raises(DataError, match=r"^old_log_probs of row 6 needs .*\(got 0.25\)\. .*\.log"):
+        module.take_step(make_step([first, wrong], 16))
+
+
 def test_a_function_that_makes_no_advantages_is_named_as_python_has_it():
     def halves(rewards, *, lengths, measures):
         return [[reward / 2 for reward in group][1:] for group in rewards]
