@@ -96,8 +96,10 @@ def _task(config: Config, settings: Dictionary) -> TaskSettings:
     """Return the task of a set. settings: the keys of the set."""
     kind = settings.get("task", config.task.name)
     values = values_of_set(vars(config.task), settings)
-    task = SCHEMAS[f"task/{kind}"](**copy.deepcopy(values))
+    # The rules say which of its keys have no effect, or lack something.
+    task = SCHEMAS[f"task/{kind}"].unchecked(copy.deepcopy(values))
     assert isinstance(task, TaskSettings)  # all options of the group are
+    task.check_values()
     return task
 
 

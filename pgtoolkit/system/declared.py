@@ -307,7 +307,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value of another type, beyond its range or its names, without an
-        effect beside the others, or that does not fit them.
+        effect beside the others, or that does not fit them."""
+        self.check_values()
+        _check_effects(self)
+        _check_needed(self)
+
+    def check_values(self) -> None:
+        """Raise ValueError for a value of another type, or beyond its range or its names.
 
         A name that is given as a text becomes the entry of its enumeration.
         """
@@ -321,8 +327,6 @@ class Settings:
             if value in names:
                 object.__setattr__(self, each.name, names[names.index(value)])
         self._unify()
-        _check_effects(self)
-        _check_needed(self)
 
     def _unify(self) -> None:
         """Give values that mean the same one form."""
