@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,9 @@ from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.kl import FULL_KINDS
 from pgtoolkit.losses.objective import Loss
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _NEEDED = ("labels", "old_log_probs", "advantages", "document_index")
 VECTORS = (*_NEEDED, "sampling_log_probs", "ref_log_probs", "factors", "coefficients")
@@ -285,16 +290,45 @@ _WHOLE_PARAMETER = (
     'average = [torch.distributed.tensor.Partial("avg")] * {key}.device_mesh.ndim\n'
     "{key} = {key}.full_tensor(grad_placements=average)"
 )
-_OF_ONE_RANK = {
-    "logits": (
-        "Where they are sharded by columns, use\n"
-        "group = logits.device_mesh.get_group()\n"
-        "policy_loss(logits.to_local(), ..., vocabulary_group=group)"
-    ),
-    "lm_head_weight": _WHOLE_PARAMETER,
-    "bias": _WHOLE_PARAMETER,
+_OF_PARAMETERS = {
+    **dict.fromkeys(("lm_head_weight", "bias"), _WHOLE_PARAMETER),
+    **dict.fromkeys(("ref_lm_head_weight", "ref_bias"), "Use {key}.full_tensor()"),
+    "weight_gradient": "It is added to, and a copy would be lost. Use weight_gradient=None",
 }
-"""What to call where an argument is a tensor that is spread over ranks."""
+"""What to give in place of DTensors without rows of tokens."""
+
+_OF_COLUMNS = {
+    "logits": "logits.to_local(), ...",
+    "ref_logits": "..., ref_logits=ref_logits.to_local()",
+}
+"""Keywords of logits -> the arguments of `policy_loss` with the columns of a rank."""
+
+
+def _use_of_spread(key: str, value: DTensor) -> str:
+    """Return what to give in place of a DTensor, by how it is spread over ranks.
+
+    A rank's gradient of what `full_tensor` returns counts as the whole one. It is, where the rank
+    computes the loss of all rows.
+    """
+    if key in _OF_PARAMETERS:
+        return _OF_PARAMETERS[key].format(key=key)
+    mesh = value.device_mesh
+    placements = value.placements
+    spread = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+    if not spread:
+        return f"Each rank has all of it. Use {key}.to_local(), and no group of these ranks"
+    axis = spread[0]
+    by_columns = len(spread) == 1 and placements[axis].is_shard(value.dim() - 1)
+    if key in _OF_COLUMNS and by_columns and value.shape[-1] % mesh.size(axis) == 0:
+        return (
+            "Each rank has some of its columns. Use\n"
+            f"group = {key}.device_mesh.get_group({axis})\n"
+            f"policy_loss({_OF_COLUMNS[key]}, vocabulary_group=group)"
+        )
+    return (
+        f"Use {key}.full_tensor() on every rank, with all others of its rows, and no group of "
+        "these ranks"
+    )
 
 
 def tensor_of_rank(key: str, value: object) -> Tensor:
@@ -304,10 +338,9 @@ def tensor_of_rank(key: str, value: object) -> Tensor:
         got = f"a {type(value).__name__}: {shown(value)}" if use else shown(value)
         raise ValueError(f"{key} needs a tensor (got {got}){use}")
     if type(value).__name__ == "DTensor":
-        use = _OF_ONE_RANK.get(key, "Use {key}.full_tensor()").format(key=key)
-        raise ValueError(
-            f"{key} needs a tensor of this rank (got a DTensor, {shown(value)}). {use}"
-        )
+        use = _use_of_spread(key, cast("DTensor", value))
+        got = f"a DTensor, {shown(value)}"
+        raise ValueError(f"{key} needs a tensor of this rank (got {got}). {use}")
     return value
 
 

@@ -12,10 +12,17 @@ from builders.processes import world
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.nn.parallel import DistributedDataParallel
 
-from pgtoolkit import linear_policy_loss, policy_loss
+from pgtoolkit import linear_policy_loss, log_prob_loss, policy_loss
 from pgtoolkit.kernels import losses
 
 pytestmark = pytest.mark.slow  # ranks are processes; test_parallel_loss.py has them as threads
@@ -187,34 +194,111 @@ def test_a_head_that_fsdp_shards_is_refused_with_the_lines_that_are_right():
             torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-12)
 
 
-def gradient_of_columns(problem: HeadCase) -> tuple[str, Tensor, Tensor]:
-    """Return the refusal of logits that are sharded by columns, and loss and gradient of a rank's
-    columns by its lines."""
+FUNCTIONS = {
+    "logits": policy_loss,
+    "lm_head_weight": linear_policy_loss,
+    "log_probs": log_prob_loss,
+}
+"""Keyword of a tensor that ranks may share -> a function that takes it."""
+
+
+def loss_as_told(key: str, full: Tensor, others: dict, placement: Placement) -> tuple:
+    """Return the refusal of a DTensor, the loss with what it says to give in its place, and the
+    gradient of the DTensor.
+
+    key: logits, lm_head_weight or log_probs. others: the arguments beside it.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    case = problem.case
-    mine = (problem.hidden @ problem.weight.T).chunk(2, dim=1)[dist.get_rank()].contiguous()
-    logits = DTensor.from_local(mine.requires_grad_(), mesh, [Shard(1)])
-    vectors = case.labels, case.old_log_probs, case.advantages, case.document_index
+    spread = distribute_tensor(full, mesh, [Replicate() if placement.is_partial() else placement])
+    if placement.is_partial():
+        parts = DTensor.from_local(spread.to_local() / 2, mesh, [placement])
+        spread = parts.detach()
+    spread.requires_grad_()
+    function = FUNCTIONS[key]
     try:
-        policy_loss(logits, *vectors, loss="grpo")
+        function(**{key: spread}, **others)
     except ValueError as refused:
         refusal = str(refused)
-    group = logits.device_mesh.get_group()
-    loss = policy_loss(logits.to_local(), *vectors, loss="grpo", vocabulary_group=group).loss
+    use = refusal.partition("Use")[2].strip()
+    group = {}
+    if "vocabulary_group=group" in use:
+        group = {"vocabulary_group": spread.device_mesh.get_group(0)}
+    scope = {"torch": torch, key: spread}
+    if "full_tensor(grad_placements" in use:
+        exec(use, scope)
+        given = scope[key]
+    else:
+        given = eval(f"{key}.{'to_local' if 'to_local' in use else 'full_tensor'}()", scope)
+    loss = function(**{key: given}, **others, **group).loss
     loss.backward()
-    return refusal, loss.detach(), mine.grad
+    return refusal, loss.detach(), spread.grad.full_tensor()
 
 
-def test_logits_that_are_sharded_by_columns_are_refused_with_the_lines_that_are_right():
-    problem = make_head_case()
+@dataclass(frozen=True)
+class Spread:
+    """A DTensor that a call gets, and a part of the refusal that it has."""
+
+    key: str
+    placement: Placement
+    told: str
+
+
+SPREAD = [
+    Spread("logits", Shard(1), "policy_loss(logits.to_local(), ..., vocabulary_group=group)"),
+    Spread("logits", Shard(0), "Use logits.full_tensor() on every rank"),
+    Spread("logits", Replicate(), "Use logits.to_local(), and no group"),
+    Spread("logits", Partial(), "Use logits.full_tensor() on every rank"),
+    Spread("lm_head_weight", Shard(0), "lm_head_weight.full_tensor(grad_placements=average)"),
+    Spread("lm_head_weight", Shard(1), "lm_head_weight.full_tensor(grad_placements=average)"),
+    Spread("lm_head_weight", Replicate(), "lm_head_weight.full_tensor(grad_placements=average)"),
+    Spread("log_probs", Shard(0), "Use log_probs.full_tensor() on every rank"),
+    Spread("log_probs", Replicate(), "Use log_probs.to_local(), and no group"),
+]
+
+
+def arguments_beside(key: str, problem: HeadCase) -> tuple[Tensor, dict]:
+    """Return the full tensor of a keyword, and the other arguments of its function."""
     case = problem.case
-    logits = (problem.hidden @ problem.weight.T).detach().requires_grad_()
-    vectors = case.labels, case.old_log_probs, case.advantages, case.document_index
-    expected = policy_loss(logits, *vectors, loss="grpo").loss
-    expected.backward()
-    results = world(2).run(gradient_of_columns, problem)
-    for refusal, loss, _ in results:
-        assert "policy_loss(logits.to_local(), ..., vocabulary_group=group)" in refusal
-        torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-12)
-    gradient = torch.cat([columns for _, _, columns in results], dim=1)
-    torch.testing.assert_close(gradient, logits.grad, rtol=1e-10, atol=1e-12)
+    others = {
+        "old_log_probs": case.old_log_probs,
+        "advantages": case.advantages,
+        "document_index": case.document_index,
+        "loss": "gspo",
+    }
+    if key == "lm_head_weight":
+        return problem.weight, {**others, "hidden": problem.hidden, "labels": case.labels}
+    if key == "log_probs":
+        return case.old_log_probs - 0.1, {**others, "mask": case.labels >= 0}
+    return problem.hidden @ problem.weight.T, {**others, "labels": case.labels}
+
+
+def losses_as_told(problem: HeadCase) -> list[tuple]:
+    """Return what `loss_as_told` does of each, and of logits with an odd number of columns."""
+    results = []
+    for spread in SPREAD:
+        full, others = arguments_beside(spread.key, problem)
+        results.append(loss_as_told(spread.key, full, others, spread.placement))
+    full, others = arguments_beside("logits", problem)
+    results.append(loss_as_told("logits", odd(full), others, Shard(1)))
+    return results
+
+
+def odd(logits: Tensor) -> Tensor:
+    """Return the logits with an odd number of columns, which two ranks cannot share equally."""
+    return logits if logits.shape[1] % 2 else torch.cat([logits, logits[:, :1]], dim=1)
+
+
+def test_a_tensor_that_ranks_share_is_refused_with_what_is_right_for_its_placement():
+    problem = make_head_case()
+    cases = [*SPREAD, Spread("logits", Shard(1), "Use logits.full_tensor() on every rank")]
+    for results in world(2).run(losses_as_told, problem):
+        for number, (spread, result) in enumerate(zip(cases, results, strict=True)):
+            full, others = arguments_beside(spread.key, problem)
+            full = odd(full) if number == len(SPREAD) else full
+            full = full.detach().requires_grad_()
+            expected = FUNCTIONS[spread.key](**{spread.key: full}, **others).loss
+            expected.backward()
+            refusal, loss, gradient = result
+            assert spread.told in refusal
+            torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(gradient, full.grad, rtol=1e-10, atol=1e-12)
