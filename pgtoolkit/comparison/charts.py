@@ -229,17 +229,34 @@ def draw_means(
         )
         bars[0].set_gid(f"interval-{place}")
         if sample.is_bound:
-            _mark_bound(axes, mean, positions[place])
+            end = max(mean, *values, interval[1] if interval else mean)
+            _mark_bound(axes, end, positions[place], min(FONT_SIZE - 2, 0.8 * room))
     if not any(compared.tested_values(group) for group in compared.groups):
         axes.text(0.5, 0.5, "no run has finished", transform=axes.transAxes, ha="center")
 
 
-def _mark_bound(axes: Axes, x: float, y: float) -> None:
-    """Write above a mean that it is a lower bound."""
-    mark = axes.annotate(
-        "≥", (x, y), (0, 4), textcoords="offset points", ha="center", fontsize=FONT_SIZE
+def _mark_bound(axes: Axes, x: float, y: float, size: float) -> None:
+    """Write to the right of a place that it is a lower bound. size: of the mark, in points."""
+    from matplotlib.path import Path
+    from matplotlib.textpath import TextPath
+    from matplotlib.transforms import ScaledTranslation
+
+    sign = TextPath((0, 0), "≥", size=100)
+    middle = sign.get_extents().get_points().mean(0)
+    inches = axes.get_figure(root=True)
+    assert inches is not None
+    aside = ScaledTranslation((4 + size / 2) / 72, 0, inches.dpi_scale_trans)
+    axes.plot(
+        x,
+        y,
+        marker=Path(sign.vertices - middle, sign.codes),
+        color="black",
+        markersize=size,
+        markeredgewidth=0,
+        clip_on=False,
+        transform=axes.transData + aside,
+        gid="bound",
     )
-    mark.set_gid("bound")
 
 
 def heights(labels: list[str]) -> list[float]:
@@ -273,7 +290,7 @@ def draw_tried(axes: Axes, compared: Compared, size: tuple[float, float]) -> dic
         for position, mean in zip(x, means, strict=True):
             tried = group.tried[values[position]]
             if compared.by_documents and compared.arrived(tried) < len(tried.counted):
-                _mark_bound(axes, position, mean)
+                _mark_bound(axes, position, mean, FONT_SIZE - 2)
         low = [*map(min, tested)]
         high = [*map(max, tested)]
         axes.fill_between(x, low, high, color=looks["color"], alpha=0.16, linewidth=0)

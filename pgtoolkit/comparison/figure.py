@@ -41,6 +41,9 @@ _PANEL_HEIGHT = 2.2
 _INTERVAL_HEIGHT = 0.07
 """Height in inches of a group in a panel of means: with many groups the panel is higher."""
 
+_LEGEND_LINES = {COLUMN: 20, PAGE: 30}
+"""Width of a figure -> the most lines below each other in its legend, so that it fits a page."""
+
 _HANDLE = 0.45
 """Width of a legend's entry without its label, in inches."""
 
@@ -212,17 +215,26 @@ def _said(compared: Compared, panels: list[str]) -> str:
 def _draw_legend(
     figure: Figure, compared: Compared, lines: dict[int, Line2D], inches: float
 ) -> float:
-    """Draw the legend below the panels; return its height in inches.
+    """Draw the legend below the panels, of as many groups as there is room for; return its height
+    in inches.
 
     lines: by the group's place. inches: width of the figure.
     """
+    from matplotlib.lines import Line2D
+
     every = legend_labels(compared)
     labels = [wrapped(every[place], inches - _HANDLE - 0.1) for place in lines]
     widest = max(width(line) for label in labels for line in label.split("\n"))
     columns = max(1, min(len(labels), int((inches - 0.1) / (_HANDLE + widest))))
+    lines_each = max(label.count("\n") + 1 for label in labels)
+    most = columns * max(1, _LEGEND_LINES[inches] // lines_each)
+    handles = [*lines.values()]
+    if len(labels) > most:
+        handles = [*handles[: most - 1], Line2D([], [], linestyle="none")]
+        labels = [*labels[: most - 1], f"and {len(labels) - most + 1} more"]
     title = wrapped(_legend_title(compared), inches - 0.2)
     figure.legend(
-        lines.values(),
+        handles,
         labels,
         loc="outside lower center",
         ncols=columns,
@@ -233,7 +245,6 @@ def _draw_legend(
         columnspacing=1.0,
     )
     rows = -(-len(labels) // columns)
-    lines_each = max(label.count("\n") + 1 for label in labels)
     lines_of_title = title.count("\n") + 1 if title else 0
     return LINE_HEIGHT * (rows * lines_each + lines_of_title) + 0.15
 
