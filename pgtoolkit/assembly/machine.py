@@ -17,6 +17,8 @@ from pgtoolkit.assembly.inputs import (
     check_recorded_rollouts,
     errors_added_to,
 )
+from pgtoolkit.config.across import DEFAULTS
+from pgtoolkit.config.defaults import ByWeights
 from pgtoolkit.config.evaluation_sets import needs_sampler
 from pgtoolkit.config.models import has_window, sizes
 from pgtoolkit.config.own_code import chosen
@@ -42,6 +44,9 @@ from pgtoolkit.tracking.store_file import problem_of_store
 from pgtoolkit.tracking.wandb_settings import ignored_files, problem_of_settings
 from pgtoolkit.training.settings import Device, KernelSettings
 
+_SMALL_MODEL = 500_000_000
+"""Weights of a model, at most, that is taken for as small as the study's."""
+
 _PROCESSES_PER_CORE = 16
 """A configuration of more processes is a typing mistake, and would fill the machine's memory before
 anybody could stop it."""
@@ -59,6 +64,7 @@ def check_machine(config: Config, report: Report) -> None:
         report.problems += lacking_devices(device, config.kernel)
     _check_compiler(config.model, device, report)
     _note_attention(config.model, device, report)
+    _note_learning_rate(config, report)
     _check_processes(config.parallelism, report)
     if not report.concerns("rollout", "tracking"):
         _check_places(config.rollout, config.tracking, report)
@@ -160,6 +166,21 @@ def _note_attention(model: ModelSettings, device: Device, report: Report) -> Non
     problem = beyond_flash_attention(capability, head_width, has_window(model))
     if problem is not None:
         report.note(f"PyTorch's attention takes the place of {FLASH_ATTENTION}'s: {problem}.")
+
+
+def _note_learning_rate(config: Config, report: Report) -> None:
+    """Note the default learning rate of a model that is far smaller than those it suits."""
+    rate = DEFAULTS["optimizer.learning_rate"]
+    assert isinstance(rate, ByWeights)
+    known = sizes(config.model)
+    if known is None or known.weights > _SMALL_MODEL or config.optimizer.name != "adamw":
+        return
+    if config.optimizer.learning_rate == rate.trained:
+        report.note(
+            f"optimizer.learning_rate={rate.trained:g} is for models of billions of weights. One "
+            "of 135 million learned next to nothing by it in 240 steps, and much at ten times the "
+            "rate (docs/study.md): `pgtk sweep rate_range`, with your other keys, looks for one."
+        )
 
 
 def _check_processes(parallelism: ParallelismSettings, report: Report) -> None:

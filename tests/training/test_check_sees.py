@@ -323,3 +323,24 @@ def test_check_measures_the_first_thousand_prompts(capsys, tmp_path):
     assert main(["check", "task=prompts", f"task.path={file}"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "longest doc" in line]
     assert line.endswith("prompt 9 + completion 7 = 16 tokens, by the first 1000 prompts")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_said"),
+    [
+        ([], True),
+        (["optimizer.learning_rate=1e-5"], False),
+        (["model.lora_rank=2"], False),  # its default is 1e-5
+        (["optimizer=muon"], False),
+    ],
+)
+def test_the_default_rate_of_a_small_model_is_said_to_be_for_large_ones(
+    models, monkeypatch, overrides, is_said
+):
+    monkeypatch.chdir(models)
+    settings = with_model(Path("model"), "accumulation.max_tokens=64", *PROMPTS, of=SHORT)
+    kept = [word for word in settings if not word.startswith(("task.num_", "optimizer.learning"))]
+    checked = check(last_of_each_key(*kept, *overrides))
+    assert problems(checked) == []
+    said = [note for note in notes(checked) if note.startswith("optimizer.learning_rate=1e-06 is")]
+    assert bool(said) == is_said
