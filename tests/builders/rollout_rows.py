@@ -66,15 +66,18 @@ def recorded_config(path: Path | str, **changes: object) -> RecordedRolloutSetti
 
 
 def recorded_rollouts(
-    path: Path | str, estimator: str = "dr_grpo", **options: object
+    path: Path | str, estimator: str | Estimator = "dr_grpo", **options: object
 ) -> RecordedRollouts:
     """Read recorded rollouts.
 
+    estimator: an estimator, or the name of one.
     options: keys of the configuration (DEFAULTS), and arguments of RecordedRollouts.
     """
     changes = {name: options.pop(name) for name in DEFAULTS if name in options}
     config = recorded_config(path, **changes)
-    return RecordedRollouts(config, Estimator(estimator), VOCABULARY_SIZE, **options)
+    if isinstance(estimator, str):
+        estimator = Estimator(estimator)
+    return RecordedRollouts(config, estimator, VOCABULARY_SIZE, **options)
 
 
 def all_documents(rollouts: RecordedRollouts) -> list[Document]:

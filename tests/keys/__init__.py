@@ -98,10 +98,9 @@ TESTED_ELSEWHERE = {
     "advantage.path": "rollouts/test_estimators.py::test_a_users_function_gets_all_groups_of_a_batch",
     "rollout/policy.max_sampling_rounds": "rollouts/test_dynamic_sampling.py::"
     "test_a_resumed_run_samples_the_prompts_of_the_uninterrupted_run",
-    **dict.fromkeys(
-        ("rollout/policy.old_log_probs", "rollout/policy.temperature"),
-        "rollouts/test_sampled.py::test_old_log_probs_of_training_are_computed_by_the_model_beside_the_samplers",
-    ),
+    "rollout/policy.old_log_probs": "rollouts/test_sampled.py::"
+    "test_old_log_probs_of_training_are_computed_by_the_model_beside_the_samplers",
+    "rollout/policy.temperature": "training/test_reference.py::test_the_distance_to_a_reference_from_a_folder_is_that_of_its_logits",
     "rollout/policy.truncated": "rollouts/test_truncated.py::"
     "test_the_gradient_of_sampled_completions_is_that_of_the_finished_ones",
     "rollout/recorded.truncated": "rollouts/test_truncated.py::test_recorded_rows_must_say_whether_they_are_truncated",

@@ -4,6 +4,7 @@ and leave the frozen weights as they are."""
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 from builders import models
 from builders.models import model_config, save_with_tokenizer, small_llama
-from builders.runs import module_and_loader, sampler_of, with_model
+from builders.parts import ROLLOUT, short_loader, short_module
+from builders.runs import sampler_of
 from model import spread
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -31,9 +33,12 @@ from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.settings import NumberType
 from pgtoolkit.model.setup import build_policy
 from pgtoolkit.ranks.layout import ONE_PROCESS
+from pgtoolkit.rollouts.settings import OldLogProbs
+from pgtoolkit.training.settings import OptimizerSettings
 
 RANK = 3
 ALPHA = 4.0
+SAMPLING = replace(ROLLOUT, old_log_probs=OldLogProbs.sampling)
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2", "mixture"])
@@ -60,15 +65,15 @@ def targets_in(folder: Path) -> list[str]:
     return ["q_proj", "gate_up_proj", "down_proj"] if is_mixture else ["all-linear"]
 
 
-def adapters_in(folder: Path, rank: int) -> list[str]:
-    """Return the settings of adapters of the folder's model."""
-    return [f"model.lora_rank={rank}", f"model.lora_targets=[{','.join(targets_in(folder))}]"]
+def new_policy(folder: Path, rank: int, **changes: object) -> Policy:
+    """Return the folder's model with new adapters. changes: other settings."""
+    settings = model_config(folder, lora_rank=rank, lora_targets=targets_in(folder), **changes)
+    return build_policy(settings, None, False)
 
 
 def adapted_policy(folder: Path, **changes: object) -> Policy:
     """Return a policy whose adapters change its logits."""
-    settings = {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_targets": targets_in(folder)}
-    policy = build_policy(model_config(folder, **settings, **changes), None, False)
+    policy = new_policy(folder, RANK, lora_alpha=ALPHA, **changes)
     draw_adapters(policy.model, std=0.1)
     return policy
 
@@ -223,17 +228,12 @@ def test_in_bfloat16_the_merged_weights_are_rounded_once(folder):
         torch.testing.assert_close(weight.float(), rounded[name], rtol=2**-7, atol=2**-9)
 
 
-@pytest.mark.parametrize("static_cache", ["true", "null"])
+@pytest.mark.parametrize("static_cache", [True, None])
 @torch.no_grad()
 def test_completions_have_the_log_probs_of_the_merged_model(folder, static_cache):
     """The sampler computes with the adapters beside the weights, and keeps the log-probs."""
-    overrides = (
-        *adapters_in(folder, RANK),
-        f"model.lora_alpha={ALPHA}",
-        "rollout.old_log_probs=sampling",
-        f"sampler.static_cache={static_cache}",
-    )
-    module, loader = module_and_loader(*with_model(folder, *overrides))
+    module = short_module(policy=new_policy(folder, RANK, lora_alpha=ALPHA))
+    loader = short_loader(module, SAMPLING, static_cache=static_cache)
     draw_adapters(module.model, std=0.3)
     documents = next(iter(loader)).documents
     plain = plain_model(folder).double()
@@ -248,8 +248,9 @@ def test_completions_have_the_log_probs_of_the_merged_model(folder, static_cache
 
 def test_in_bfloat16_completions_are_sampled_from_a_merged_copy(folder):
     """The copy has no adapters. Its log-probs differ from those of training by rounding."""
-    overrides = [*adapters_in(folder, 2), "model.dtype=bfloat16", "rollout.old_log_probs=sampling"]
-    module, loader = module_and_loader(*with_model(folder, *overrides), dtype=None)
+    policy = new_policy(folder, 2, dtype=NumberType.bfloat16)
+    module = short_module(policy=policy, dtype=None)
+    loader = short_loader(module, SAMPLING)
     draw_adapters(module.model, std=0.05)
     step = next(iter(loader))
     copy = sampler_of(loader)._policy
@@ -272,8 +273,10 @@ def log_probs_of(model: nn.Module, document: Document) -> Tensor:
 
 def test_frozen_weights_are_in_the_compute_type_and_adapters_in_float32_with_moments(folder):
     """Seen in the bytes of weights, gradients and moments. Steps change the adapters alone."""
-    overrides = [*adapters_in(folder, 2), "model.dtype=bfloat16", "optimizer.learning_rate=0.01"]
-    module, loader = module_and_loader(*with_model(folder, *overrides), dtype=None)
+    policy = new_policy(folder, 2, dtype=NumberType.bfloat16)
+    optimizer = OptimizerSettings(learning_rate=0.01)
+    module = short_module(policy=policy, optimizer=optimizer, dtype=None)
+    loader = short_loader(module)
     saved = load_file(folder / "model.safetensors")
     before = {name: weight.clone() for name, weight in module.model.named_parameters()}
     steps = iter(loader)

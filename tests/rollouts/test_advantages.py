@@ -6,16 +6,23 @@ One test trains a step, to show that `advantage=none` leaves the gradient to the
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from builders.runs import SHORT, last_of_each_key, module_and_loader
+from builders.parts import OPTIMIZER, ROLLOUT, short_loader, short_module
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pgtoolkit.errors import DataError
+from pgtoolkit.losses.aggregation import aggregation_of
+from pgtoolkit.losses.families import Grpo
+from pgtoolkit.losses.objective import Loss
 from pgtoolkit.rollouts.advantages import ESTIMATORS, MAX_REWARD, gdpo, group_advantages, over_batch
+from pgtoolkit.rollouts.estimator import Estimator
+from pgtoolkit.rollouts.settings import AdvantageEstimator
+from pgtoolkit.training.surprises import Surprises
 
 WHITENED = {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 
@@ -263,18 +270,10 @@ def test_max_rl_refuses_negative_rewards():
 def test_advantage_none_trains_on_penalties_alone(caplog):
     """Completions of different rewards give the gradient of the entropy bonus, and no warning about
     a missing signal."""
-    overrides = [
-        *SHORT,
-        "advantage=none",
-        "entropy.coefficient=0.1",
-        "loss=grpo",
-        "aggregation=token_mean",
-        "aggregation.divisor=null",
-        "optimizer.max_grad_norm=null",
-    ]
-    module, loader = module_and_loader(*last_of_each_key(*overrides))
-    step = next(iter(loader))
-    loader.source.close()
+    loss = Loss(Grpo(), aggregation_of("token_mean"), metrics="basic", entropy_coefficient=0.1)
+    module = short_module(loss, optimizer=replace(OPTIMIZER, max_grad_norm=None))
+    module.surprises = Surprises("grpo", ROLLOUT, AdvantageEstimator.none)
+    step = next(iter(short_loader(module, estimator=Estimator("none"))))
     assert len({document.reward for document in step.documents}) > 1
     weights = {
         name: weight.detach().clone().requires_grad_()

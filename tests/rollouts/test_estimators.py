@@ -5,18 +5,25 @@ import itertools
 import math
 import random
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders.rollout_rows import good_row, write_jsonl
-from builders.runs import SHORT, config_of, last_of_each_key, module_and_loader
+from builders.parts import ACCUMULATION, ROLLOUT, TASK, short_loader, short_module
+from builders.rollout_rows import all_documents, good_row, recorded_rollouts, write_jsonl
 
-from pgtoolkit.assembly import recorded_rollouts
-from pgtoolkit.config.schema import Config
-from pgtoolkit.config.validate import validate
+from pgtoolkit.assembly.recorded_rollouts import estimator_of as estimator_of_settings
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.advantages import ESTIMATORS, Shape, gdpo, over_batch
 from pgtoolkit.rollouts.estimator import Attempt, Estimator
+from pgtoolkit.rollouts.settings import (
+    AdvantageEstimator,
+    AdvantageSettings,
+    OldLogProbs,
+    PolicyRolloutSettings,
+    Uninformative,
+)
+from pgtoolkit.tasks.settings import PromptsTaskSettings
 
 FUNCTIONS = """
 import random
@@ -60,8 +67,10 @@ def failing(rewards, **others):
 """
 
 
-def estimator_of(config: Config) -> Estimator:
-    return recorded_rollouts.estimator_of(config.advantage, config.rollout, config.task)
+def estimator_of(path: str, rollout: PolicyRolloutSettings = ROLLOUT) -> Estimator:
+    """Return the estimator of a function of one's own."""
+    settings = AdvantageSettings(estimator=AdvantageEstimator.custom, path=path)
+    return estimator_of_settings(settings, rollout, TASK)
 
 
 @pytest.fixture(autouse=True)
@@ -75,12 +84,13 @@ def module_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_users_function_gets_all_groups_of_a_batch(module_name):
-    overrides = ["accumulation.docs_per_step=16", "rollout.old_log_probs=sampling"]
-    _, loader = module_and_loader(
-        *last_of_each_key(*SHORT, f"advantage={module_name}.by_length", *overrides)
+    loader = short_loader(
+        short_module(),
+        replace(ROLLOUT, old_log_probs=OldLogProbs.sampling),
+        replace(ACCUMULATION, docs_per_step=16),
+        estimator=estimator_of(f"{module_name}.by_length"),
     )
     documents = next(iter(loader)).documents
-    loader.source.close()
     mean = sum(document.reward for document in documents) / 16
     for document in documents:
         expected = [(document.reward - mean) * document.num_trained] * document.num_trained
@@ -98,15 +108,8 @@ def test_a_users_function_gets_each_trajectory_of_recorded_rollouts_once(module_
             row = good_row(loss_mask=mask, group_id=group, trajectory=trajectory, reward=reward)
             rows.append(row)
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    _, loader = module_and_loader(
-        "rollout=recorded",
-        f"rollout.path={path}",
-        "tracking=none",
-        f"advantage={module_name}.by_length",
-        "accumulation.docs_per_step=6",
-        "trainer.device=cpu",
-    )
-    documents = next(iter(loader)).documents
+    estimator = estimator_of(f"{module_name}.by_length")
+    documents = all_documents(recorded_rollouts(path, estimator))
     advantages = [float(document.advantages[0]) for document in documents]
     # The mean reward is 0.75; the trajectories of a group have 5 trained tokens and 1.
     assert advantages == pytest.approx([1.25, 1.25, -0.75, 1.25, 1.25, 0.25])
@@ -138,17 +141,15 @@ def test_a_users_function_gets_each_trajectory_of_recorded_rollouts_once(module_
 def test_a_function_that_gives_no_usable_advantages_is_refused_before_the_run(
     module_name, function, problem
 ):
-    config = config_of(*SHORT, f"advantage={module_name}.{function}")
     with pytest.raises(ConfigError) as refusal:
-        estimator_of(config)
+        estimator_of(f"{module_name}.{function}")
     assert problem in str(refusal.value).replace("np.float64(nan)", "nan")
     assert f"advantage={module_name}.{function}" in str(refusal.value)
 
 
 def test_a_function_that_fails_on_a_batch_is_refused_with_the_rewards(module_name):
-    config = config_of(*SHORT, f"advantage={module_name}.format_scores")
     # Trying the function before the run gives every measure that it asks for.
-    estimator = estimator_of(config)
+    estimator = estimator_of(f"{module_name}.format_scores")
     group = [Attempt(reward, 2, {"reward/format": reward / 2}) for reward in (0.0, 1.0)]
     assert estimator.advantages([group, group], refuse=None) == [[0.0, 0.5]] * 2
     with pytest.raises(
@@ -157,41 +158,41 @@ def test_a_function_that_fails_on_a_batch_is_refused_with_the_rewards(module_nam
         estimator.advantages([[Attempt(0.5, 2, {})]], refuse=None)
 
 
-@pytest.mark.parametrize("setting", ["rollout.uninformative=drop", "rollout.max_sampling_rounds=2"])
+@pytest.mark.parametrize(
+    ("setting", "change"),
+    [
+        ("rollout.uninformative=drop", {"uninformative": Uninformative.drop}),
+        ("rollout.max_sampling_rounds=2", {"max_sampling_rounds": 2}),
+    ],
+)
 def test_a_function_that_rewards_equal_groups_is_refused_where_these_are_taken_out(
-    module_name, setting
+    module_name, setting, change
 ):
-    config = config_of(*SHORT, f"advantage={module_name}.format_scores", setting)
+    rollout = replace(ROLLOUT, **change)
     with pytest.raises(ConfigError) as refusal:
-        estimator_of(config)
+        estimator_of(f"{module_name}.format_scores", rollout)
     assert (
         f"format_scores needs advantages of 0 for a group of equal rewards, with {setting} "
         "(got [0.5, 0.5, 0.5, 0.5] for rewards of 0.5)"
     ) in str(refusal.value)
-    estimator_of(config_of(*SHORT, f"advantage={module_name}.centred", setting))
+    estimator_of(f"{module_name}.centred", rollout)
 
 
 def test_a_reward_that_is_not_finite_is_reported_with_its_group(module_name):
-    estimator = estimator_of(config_of(*SHORT, f"advantage={module_name}.format_scores"))
+    estimator = estimator_of(f"{module_name}.format_scores")
     problems = []
     groups = [[Attempt(float("nan"), 1, {"reward/format": 1.0})]]
     estimator.advantages(groups, lambda group, problem: problems.append((group, problem)))
     assert problems == [(0, "the reward of completion 0 of 1 is nan; it must be finite")]
 
 
-def test_gdpo_reads_the_score_of_each_verifier_and_its_weight(tmp_path):
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
-    right = "right: {verifier: exact_match, weight: 2}"
-    digits = "digits: {verifier: regular_expression, pattern: '(.)', weight: -1}"
-    letters = "letters: {verifier: regular_expression, pattern: '(.)'}"  # has the weight 1
-    config = config_of(
-        *(setting for setting in SHORT if not setting.startswith("task.")),
-        "task=prompts",
-        "task.path=prompts.jsonl",
-        f"task.verifiers={{{right}, {digits}, {letters}}}",
-        "advantage=gdpo",
-    )
-    assert validate(config)[1].problems == []
+def test_gdpo_reads_the_score_of_each_verifier_and_its_weight():
+    verifiers = {
+        "right": {"verifier": "exact_match", "weight": 2},
+        "digits": {"verifier": "regular_expression", "pattern": "(.)", "weight": -1},
+        "letters": {"verifier": "regular_expression", "pattern": "(.)"},  # has the weight 1
+    }
+    settings = AdvantageSettings(estimator=AdvantageEstimator.gdpo)
     names = ("reward/right", "reward/digits", "reward/letters")
     scores = [
         [(1.0, 0.0, 0.25), (0.0, 1.0, 0.0), (0.0, 0.5, 1.0)],
@@ -202,7 +203,9 @@ def test_gdpo_reads_the_score_of_each_verifier_and_its_weight(tmp_path):
         for group in scores
     ]
 
-    advantages = estimator_of(config).advantages(groups, refuse=None)
+    task = PromptsTaskSettings(path="prompts.jsonl", verifiers=verifiers)
+    estimator = estimator_of_settings(settings, ROLLOUT, task)
+    advantages = estimator.advantages(groups, refuse=None)
 
     parts = []
     for group in scores:

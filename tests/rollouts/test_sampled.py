@@ -3,19 +3,20 @@ that are made of its completions."""
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
-from builders.runs import SHORT, config_of
+from builders.parts import ACCUMULATION, LOSS, ROLLOUT, TASK, short_module
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from pgtoolkit.assembly.build import build
 from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.completion import Completion, Request
 from pgtoolkit.rollouts.estimator import Estimator
 from pgtoolkit.rollouts.sampled import SampledRollouts
+from pgtoolkit.rollouts.settings import OldLogProbs
 from pgtoolkit.tasks.prompts import END, TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
 from pgtoolkit.tasks.tasks import Score, Task
@@ -82,21 +83,22 @@ class Rollouts(NamedTuple):
         return self.task.score(prompt, TEXTS[place % 4], FINISHED[place % 4])
 
 
-def rollouts(*overrides: str) -> Rollouts:
-    config = config_of(*SHORT, "rollout.temperature=0.5", *overrides)
-    module, _ = build(config)
+def rollouts(
+    old_log_probs: OldLogProbs = OldLogProbs.training,
+    estimator: str = "dr_grpo",
+    max_tokens: int = 24,
+) -> Rollouts:
+    module = short_module(replace(LOSS, temperature=0.5), dtype=None)
     tokenizer = module.policy.tokenizer
     sampler = FixedSampler(tokenizer)
-    task = make_task(config.task, config.seed)
-    tokenized = TokenizedTask(task, tokenizer, [tokenizer.eos_token_id])
+    task = make_task(TASK, 0)
     source = SampledRollouts(
-        tokenized,
+        TokenizedTask(task, tokenizer, [tokenizer.eos_token_id]),
         sampler,
         module,
-        config.rollout,
-        Estimator.of(config.advantage, config.rollout),
-        config.accumulation,
-        config.seed,
+        replace(ROLLOUT, temperature=0.5, old_log_probs=old_log_probs),
+        Estimator(estimator),
+        replace(ACCUMULATION, max_tokens=max_tokens),
     )
     return Rollouts(module, task, sampler, source)
 
@@ -139,7 +141,7 @@ def test_documents_have_the_tokens_and_scores_of_their_prompts_and_completions()
 
 
 def test_old_log_probs_may_be_those_of_the_sampler():
-    run = rollouts("rollout.old_log_probs=sampling", "accumulation.max_tokens=1024")
+    run = rollouts(OldLogProbs.sampling, max_tokens=1024)
     num_written = 0
     for document in run.documents():
         expected = log_probs_after(num_written, document.num_trained)
@@ -150,7 +152,7 @@ def test_old_log_probs_may_be_those_of_the_sampler():
 
 def test_old_log_probs_of_training_are_computed_by_the_model_beside_the_samplers():
     """At the temperature of the rollouts, 0.5, but for the first update, whose pass gives them."""
-    run = rollouts("rollout.old_log_probs=training", "accumulation.max_tokens=1024")
+    run = rollouts(OldLogProbs.training, max_tokens=1024)
     num_written = 0
     documents = run.documents()
     assert [document.on_policy for document in documents] == [True] * 8 + [False] * 8
@@ -169,7 +171,7 @@ def test_old_log_probs_of_training_are_computed_by_the_model_beside_the_samplers
 @pytest.mark.parametrize("estimator", ["dr_grpo", "batch_std"])
 def test_advantages_are_over_the_batch_and_rewards_stay_those_of_the_task(estimator):
     """Without a penalty for length, no document has a separate reward of the task."""
-    run = rollouts(f"advantage={estimator}", "aggregation=sample_mean")
+    run = rollouts(estimator=estimator)
     documents = run.documents()
     rewards = [run.score(place).reward for place in range(16)]
     assert [document.reward for document in documents] == rewards
