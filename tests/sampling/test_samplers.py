@@ -4,22 +4,28 @@ folder suggests, with either cache, and from copies of the weights."""
 import gc
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
 import transformers
 from builders.models import save_with_tokenizer, small_llama
-from builders.runs import config_of, metrics_of, sampler_of, with_model
+from builders.parts import ROLLOUT
+from builders.runs import config_of, metrics_of, with_model
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
 
-from pgtoolkit.assembly.build import build
 from pgtoolkit.assembly.train import train
 from pgtoolkit.completion import Request
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, NumericalError
-from pgtoolkit.sampling.samplers import TransformersSampler
+from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.settings import HuggingFaceModelSettings, NumberType
+from pgtoolkit.model.setup import build_policy
+from pgtoolkit.sampling.samplers import TransformersSampler, check_sampled
+from pgtoolkit.sampling.settings import TransformersSamplerSettings
 
 PROMPT = [4, 8, 2, 10]
 OTHER = [9, 10]
@@ -77,12 +83,31 @@ def config_with(folder: Path, *overrides: str) -> Config:
     return config_of(*with_model(folder, *overrides))
 
 
+def policy_of(folder: Path, **settings: object) -> Policy:
+    return build_policy(HuggingFaceModelSettings(path=str(folder), **settings), None, on_gpu=False)
+
+
+def sampler_of(
+    policy: Policy,
+    is_async: bool = False,
+    rollout: Mapping[str, object] = MappingProxyType({}),
+    **settings: object,
+) -> TransformersSampler:
+    """Return a sampler. rollout: changes of ROLLOUT. settings: of the sampler."""
+    sampling = replace(ROLLOUT, **rollout).sampling
+    if sampling.is_truncated:
+        sampling = replace(sampling, keep_top=32)  # as in a configuration
+    chosen = TransformersSamplerSettings(**settings)
+    check_sampled(policy, chosen)
+    return TransformersSampler(policy, sampling, chosen, is_async)
+
+
 def model_and_sampler(
-    folder: Path, *overrides: str
+    folder: Path, **settings: object
 ) -> tuple[transformers.PreTrainedModel, TransformersSampler]:
-    """Return the model and the sampler of a run with these overrides."""
-    module, loader = build(config_with(folder, *overrides))
-    return module.model, sampler_of(loader)
+    """Return the model of a folder and a sampler. settings: see `sampler_of`."""
+    policy = policy_of(folder)
+    return policy.model, sampler_of(policy, **settings)
 
 
 def single_requests(prompts: list[list[int]]) -> list[Request]:
@@ -151,7 +176,7 @@ def test_an_end_that_is_not_a_token_number_is_refused(folder):
 
 def test_each_end_of_the_folder_and_of_the_tokenizer_ends_a_completion(folder):
     _, sampler = model_and_sampler(
-        with_generation_config(folder, eos_token_id=[3, 7]), "rollout.max_completion_length=12"
+        with_generation_config(folder, eos_token_id=[3, 7]), rollout={"max_completion_length": 12}
     )
     completions = sampler.complete(single_requests([PROMPT] * 64))
     ends = {3, 7, END}
@@ -201,11 +226,8 @@ CUTS = [(1.0, None), (0.5, None), (1.0, 0.7), (0.6, 0.8)]
 
 @pytest.mark.parametrize(("temperature", "top_p"), CUTS)
 def test_log_probs_are_those_of_the_distribution_sampled_from(folder, temperature, top_p):
-    overrides = [
-        f"rollout.temperature={temperature}",
-        f"rollout.top_p={'null' if top_p is None else top_p}",
-    ]
-    model, sampler = model_and_sampler(with_generation_config(folder), *overrides)
+    rollout = {"temperature": temperature, "top_p": top_p}
+    model, sampler = model_and_sampler(with_generation_config(folder), rollout=rollout)
     model.eval()
     for prompt in (PROMPT, OTHER):
         for completion in sampler.complete(single_requests([PROMPT, prompt] * 4))[1::2]:
@@ -224,17 +246,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize(("temperature", "top_p"), CUTS)
 def test_a_static_cache_gives_the_same_distribution(folder, device, temperature, top_p):
     """Also for tokens after the end of other rows, which are dropped."""
-    overrides = [
-        f"rollout.temperature={temperature}",
-        f"rollout.top_p={'null' if top_p is None else top_p}",
-    ]
-    more = [
-        "sampler.static_cache=true",
-        "rollout.max_completion_length=100",
-        "accumulation.max_tokens=128",
-        "trainer.device=cpu",
-    ]
-    model, sampler = model_and_sampler(with_generation_config(folder), *overrides, *more)
+    rollout = {"temperature": temperature, "top_p": top_p, "max_completion_length": 100}
+    model, sampler = model_and_sampler(
+        with_generation_config(folder), rollout=rollout, static_cache=True
+    )
     model.to(device)
     completions = sampler.complete(single_requests([PROMPT, OTHER] * 8))
     model.to("cpu").eval()
@@ -254,7 +269,7 @@ def test_a_static_cache_gives_the_same_distribution(folder, device, temperature,
 @pytest.mark.slow
 def test_tensors_as_wide_as_the_vocabulary_exist_for_a_few_tokens_at_a_time(folder):
     model, sampler = model_and_sampler(
-        with_generation_config(folder), "rollout.max_completion_length=20", "rollout.top_p=0.9"
+        with_generation_config(folder), rollout={"max_completion_length": 20, "top_p": 0.9}
     )
     model.generation_config.eos_token_id = None
     sampler.settings.eos_token_id = None
@@ -271,68 +286,58 @@ def test_tensors_as_wide_as_the_vocabulary_exist_for_a_few_tokens_at_a_time(fold
     assert max(counts) <= 8
 
 
-@pytest.mark.parametrize("static", ["false", "true"])
+@pytest.mark.parametrize("static", [False, True])
 def test_a_copy_samples_as_the_policy_did_when_it_was_published(folder, static):
     """In float32, token by token. The policy's updates act once they are published.
 
     Log-probs are compared with a tolerance, since the last digit of a product on a CPU depends on
     the addresses of its operands.
     """
-    config = config_with(with_generation_config(folder), f"sampler.static_cache={static}")
-    module, loader = build(config)
-    live = sampler_of(loader)
-    copy = TransformersSampler(
-        module.policy, config.rollout.sampling, config.sampler, is_async=True
-    )
-    copy.publish(module.policy.weights, 0)
+    policy = policy_of(with_generation_config(folder))
+    live = sampler_of(policy, static_cache=static)
+    copy = sampler_of(policy, is_async=True, static_cache=static)
+    copy.publish(policy.weights, 0)
     before = complete_each(live, [PROMPT, OTHER] * 8)
     assert are_equal(complete_each(copy, [PROMPT, OTHER] * 8), before)
     with torch.no_grad():
-        module.policy.head.weight.neg_()
-    live.publish(module.policy.weights, 7)
+        policy.head.weight.neg_()
+    live.publish(policy.weights, 7)
     after = complete_each(live, [PROMPT, OTHER] * 8)
     assert not are_equal(after, before)
     assert {
         completion.model_version for completion in live.complete(single_requests([PROMPT]))
     } == {7}
     assert are_equal(complete_each(copy, [PROMPT, OTHER] * 8), before)
-    copy.publish(module.policy.weights, 1)
+    copy.publish(policy.weights, 1)
     assert are_equal(complete_each(copy, [PROMPT, OTHER] * 8), after)
     assert {
         completion.model_version for completion in copy.complete(single_requests([PROMPT]))
     } == {1}
 
 
-@pytest.mark.parametrize("static", ["false", "true"])
+@pytest.mark.parametrize("static", [False, True])
 def test_in_bfloat16_a_rounded_copy_of_the_current_weights_samples(folder, static):
     """The copy gives its memory back afterwards."""
-    overrides = [
-        "model.dtype=bfloat16",
-        f"sampler.static_cache={static}",
-        "model.fp32_lm_head=true",
-    ]
-    module, loader = build(config_with(with_generation_config(folder), *overrides))
-    sampler = sampler_of(loader)
+    policy = policy_of(with_generation_config(folder), dtype=NumberType.bfloat16)
+    sampler = sampler_of(policy, static_cache=static)
     head_calls = []
-    module.policy.head.register_forward_hook(lambda *_: head_calls.append("a call"))
+    policy.head.register_forward_hook(lambda *_: head_calls.append("a call"))
     before = complete_each(sampler, [PROMPT] * 8)
     with torch.no_grad():
-        for weight in module.parameters():
+        for weight in policy.model.parameters():
             weight.copy_(weight.bfloat16())
     assert complete_each(sampler, [PROMPT] * 8) == before
     with torch.no_grad():
-        module.policy.head.weight.neg_()
+        policy.head.weight.neg_()
     assert complete_each(sampler, [PROMPT] * 8) != before
     assert head_calls == []
     assert sum(weight.numel() for weight in sampler._policy.weights().values()) == 0
-    assert all(weight.dtype == torch.float32 for weight in module.parameters())
+    assert all(weight.dtype == torch.float32 for weight in policy.model.parameters())
 
 
-@pytest.mark.parametrize("static", ["false", "true"])
+@pytest.mark.parametrize("static", [False, True])
 def test_probabilities_that_are_not_finite_are_refused(folder, static):
-    model, sampler = model_and_sampler(
-        with_generation_config(folder), f"sampler.static_cache={static}"
-    )
+    model, sampler = model_and_sampler(with_generation_config(folder), static_cache=static)
     with torch.no_grad():
         model.lm_head.weight[3] = math.nan
     with pytest.raises(NumericalError, match="probabilities are not finite"):
@@ -353,16 +358,17 @@ def test_a_static_cache_is_refused_for_models_with_which_it_was_not_tested(folde
     with pytest.raises(
         ConfigError, match=r"sampler.static_cache=true needs a model of type .* \(got gpt_neox\)"
     ):
-        model_and_sampler(tmp_path, "sampler.static_cache=true")
+        model_and_sampler(tmp_path, static_cache=True)
     assert len(model_and_sampler(tmp_path)[1].complete(single_requests([PROMPT] * 3))) == 3
 
 
-@pytest.mark.parametrize("more", [(), ("rollout.top_p=0.8",)])
-def test_a_completion_is_drawn_by_its_request_alone(folder, more):
+@pytest.mark.parametrize("top_p", [None, 0.8])
+def test_a_completion_is_drawn_by_its_request_alone(folder, top_p):
     """Its tokens are the same alone or with others, in any order, in batches of any size, and with
     either cache."""
-    length = "rollout.max_completion_length=20"
-    _, sampler = model_and_sampler(with_generation_config(folder), length, *more)
+    policy = policy_of(with_generation_config(folder))
+    rollout = {"max_completion_length": 20, "top_p": top_p}
+    sampler = sampler_of(policy, rollout=rollout)
     requests = [Request(PROMPT, 3, 8), Request(OTHER, 2, 9), Request(PROMPT, 2, 2**32 - 1)]
     expected = [completion.tokens.tolist() for completion in sampler.complete(requests)]
     # All seven differ.
@@ -373,31 +379,20 @@ def test_a_completion_is_drawn_by_its_request_alone(folder, more):
     ] == expected
     first = sampler.complete([replace(request, completions=1) for request in requests])
     assert [completion.tokens.tolist() for completion in first] == [expected[i] for i in (0, 3, 5)]
-    for other in (["sampler.max_sequences=3"], ["sampler.static_cache=true"]):
+    for other in ({"max_sequences": 3}, {"static_cache": True}):
         torch.rand(3)
-        completions = model_and_sampler(with_generation_config(folder), length, *more, *other)[
-            1
-        ].complete(requests)
+        completions = sampler_of(policy, rollout=rollout, **other).complete(requests)
         assert [completion.tokens.tolist() for completion in completions] == expected
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("top_p", "static"), [("null", "true"), ("0.8", "true"), ("null", "false")]
-)
+@pytest.mark.parametrize(("top_p", "static"), [(None, True), (0.8, True), (None, False)])
 def test_a_gpu_draws_the_same_tokens_as_a_cpu(folder, top_p, static):
     """In float32. A GPU draws by a kernel unless there is top_p, in a CUDA graph or in
     `generate`."""
-    cpu = [
-        "rollout.max_completion_length=60",
-        f"sampler.static_cache={static}",
-        "trainer.device=cpu",
-    ]
+    rollout = {"max_completion_length": 60, "top_p": top_p}
     model, sampler = model_and_sampler(
-        with_generation_config(folder),
-        *cpu,
-        f"rollout.top_p={top_p}",
-        "accumulation.max_tokens=128",
+        with_generation_config(folder), rollout=rollout, static_cache=static
     )
     requests = [Request(PROMPT, 20, 8), Request(OTHER, 20, 9)]
     expected = sampler.complete(requests)
