@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -46,29 +47,28 @@ def short_policy(alphabet: str | None = TASK.alphabet, seed: int = 0) -> Policy:
     return build_policy(TinyModelSettings(hidden_size=32), alphabet, on_gpu=False)
 
 
+def frozen_copy(policy: Policy) -> Policy:
+    """Return the policy as it is now, as the reference of a penalty."""
+    return replace(policy, model=copy.deepcopy(policy.model).requires_grad_(False))
+
+
 def short_module(
     loss: Loss = LOSS,
     kernel: str = "auto",
     *,
     policy: Policy | None = None,
-    has_reference: bool = False,
+    reference: Policy | None = None,
     optimizer: OptimizerSettings = OPTIMIZER,
     max_steps: int = MAX_STEPS,
     dtype: torch.dtype | None = torch.float64,
 ) -> PolicyGradientModule:
     """Return a module with its optimizer, without Lightning's trainer.
 
-    policy: None for that of a short run. has_reference: whether the policy as it starts is the
-        reference. dtype: of the weights; None keeps that which they have.
+    policy: None for that of a short run. dtype: of the weights; None keeps that which they have.
     """
-    policy = policy or short_policy()
-    reference = None
-    if has_reference:
-        frozen = copy.deepcopy(policy.model).requires_grad_(False)
-        reference = replace(policy, model=frozen)
     computation = Computation(kernel, check_finite=False)
     module = PolicyGradientModule(
-        policy, loss, computation, optimizer, max_steps, reference=reference
+        policy or short_policy(), loss, computation, optimizer, max_steps, reference=reference
     )
     if dtype is not None:
         module.to(dtype)
@@ -85,12 +85,13 @@ def short_loader(
     *,
     task: Task | None = None,
     estimator: Estimator | None = None,
-    keep_top: int = 0,
     static_cache: bool | None = None,
+    folder: Path | None = None,
 ) -> StepLoader:
     """Return the steps of completions that the module's policy samples.
 
     task: None for that of a short run. estimator: None for dr_grpo.
+    folder: where batches are recorded, which rollout.save_path names.
     """
     policy = module.policy
     tokenized = TokenizedTask(
@@ -102,9 +103,12 @@ def short_loader(
         longest=rollout.max_completion_length,
         max_steps=module.max_steps,
     )
+    sampling = rollout.sampling
+    if sampling.is_truncated:
+        sampling = replace(sampling, keep_top=32)  # as in a configuration
     sampler = TransformersSampler(
         policy,
-        replace(rollout.sampling, keep_top=keep_top),
+        sampling,
         TransformersSamplerSettings(static_cache=static_cache),
         is_async=rollout.max_staleness is not None,
     )
@@ -115,6 +119,7 @@ def short_loader(
         rollout,
         estimator or Estimator("dr_grpo"),
         accumulation,
+        folder=folder,
         correction=module.loss.correction,
     )
     whole_groups = module.loss.needs_whole_groups

@@ -7,7 +7,7 @@ import pytest
 import torch
 from builders.losses import AGGREGATIONS, covering
 from builders.parallel_runs import run_on_ranks
-from builders.parts import LOSS, OPTIMIZER, short_module
+from builders.parts import LOSS, OPTIMIZER, frozen_copy, short_module, short_policy
 from builders.rollout_rows import good_row, write_jsonl
 from builders.runs import SHORT, last_of_each_key, metrics_of, module_and_loader, some_documents
 from torch import Tensor
@@ -48,7 +48,9 @@ def penalized_module(
         kl=KL("k3_ratio", 0.3),
         masks_truncated=masks_truncated,
     )
-    return short_module(loss, kernel, has_reference=True, optimizer=UNCLIPPED)
+    policy = short_policy()
+    reference = frozen_copy(policy)
+    return short_module(loss, kernel, policy=policy, reference=reference, optimizer=UNCLIPPED)
 
 
 def trained_tokens_of_groups() -> dict[int, int]:
@@ -137,7 +139,8 @@ def test_documents_whose_score_failed_have_weight_zero_too(family, max_tokens, k
 def test_a_penalty_over_the_vocabulary_leaves_truncated_documents_out(kl, kernel):
     """Loss and gradients are those of the other documents, under the totals of all."""
     loss = replace(LOSS, kl=KL(kl, 0.3), masks_truncated=True)
-    module = short_module(loss, kernel, has_reference=True)
+    policy = short_policy()
+    module = short_module(loss, kernel, policy=policy, reference=frozen_copy(policy))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in module.reference.model.parameters():
