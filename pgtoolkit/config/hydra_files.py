@@ -6,10 +6,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import hydra
@@ -31,7 +30,14 @@ from pgtoolkit.config.composable import changeable
 from pgtoolkit.config.defaults import ByCondition, ByScores, ByWeights
 from pgtoolkit.config.files import OPTIONAL, config_directory, own_folder, read_options
 from pgtoolkit.config.hydra_keys import name_in, typed_in
-from pgtoolkit.config.keys import KEYS, OWN_CODE, is_own_code, keys_of
+from pgtoolkit.config.keys import (
+    KEYS,
+    OPTION_KEYS,
+    OWN_CODE,
+    is_inside,
+    is_own_code,
+    keys_of,
+)
 from pgtoolkit.config.names import digest, name_from
 from pgtoolkit.config.overrides import NO_CHOICE, is_swept
 from pgtoolkit.config.own_code import PARAMETERS, takes_parameters, with_path
@@ -41,7 +47,7 @@ from pgtoolkit.config.own_files import (
     Reading,
     RefusedFilesError,
     is_of_user,
-    schemas_chosen,
+    options_chosen,
 )
 from pgtoolkit.config.schema import OPTIONS, SCHEMAS, Config
 from pgtoolkit.errors import ConfigError
@@ -147,7 +153,7 @@ def _find_choices(reading: Reading, primary: Path, overrides: list[str]) -> Defa
         for group, option in listed.overrides.known_choices.items()
         if group in OPTIONS and option not in OPTIONS[group]
     }
-    reading.chosen = schemas_chosen([default.config_path for default in listed.defaults])
+    reading.chosen = options_chosen([default.config_path for default in listed.defaults])
     return listed
 
 
@@ -267,6 +273,9 @@ class UserFiles(FileConfigSource):
                 result.header["package"] = own_file.package
         elif group in OPTIONAL and self.reading is not None and isinstance(keys, DictConfig):
             OwnFile(self.reading, file, group, result.header).check_options(keys)
+        elif config_path in _WITH_PARAMETERS and isinstance(keys, DictConfig):
+            # Files may set parameters of the class, see `_gather_parameters`.
+            OmegaConf.set_struct(keys, False)
         is_group = group in Config.__annotations__
         if is_group and isinstance(keys, DictConfig) and "defaults" not in keys:
             schema = "schema" if group in SCHEMAS else f"schema_{keys.get('name')}"
@@ -275,17 +284,31 @@ class UserFiles(FileConfigSource):
         return result
 
 
-def _own_option(
-    group: str, path: str, parameters: Mapping[str, object] = MappingProxyType({})
-) -> DictConfig:
+def _own_option(group: str, path: str) -> DictConfig:
     """Return the keys of an option that is own code, as if from a file."""
+    return _own_code_at(OmegaConf.create({"_target_": path}), group)
+
+
+def _own_code_at(keys: DictConfig, group: str) -> DictConfig:
+    """Return the keys of an option with a `_target_` with its path at the key of the group for own
+    code. The others stay: they are keys of the group, or parameters of the class, which
+    `_gather_parameters` moves."""
     key = OWN_CODE[group]
-    option = OmegaConf.create({"defaults": [key.stands_for, "_self_"], key.leaf: path})
-    if group in PARAMETERS:
-        option[PARAMETERS[group].rpartition(".")[2]] = dict(parameters)
-        # Files may set parameters of the class, see `_gather_parameters`.
-        OmegaConf.set_struct(option, False)
-    return option
+    for name in ("defaults", OPTION_KEYS[group].rpartition(".")[2], key.leaf):
+        if name in keys:
+            raise ConfigError(
+                refusal(
+                    setting=f"{group}: {name} beside _target_",
+                    needs="to be left out",
+                    got=OmegaConf.to_container(keys, resolve=False)[name],  # type: ignore[index,call-overload]
+                    reason="`_target_` alone chooses the option.",
+                    use=f"a file with `_target_: {_raw(keys, '_target_')}` and without `{name}`",
+                )
+            )
+    keys[key.leaf] = _raw(keys, "_target_")
+    keys.defaults = [key.stands_for, "_self_"]
+    del keys["_target_"]
+    return keys
 
 
 def _without_targets(keys: DictConfig, group: str) -> DictConfig:
@@ -298,8 +321,7 @@ def _without_targets(keys: DictConfig, group: str) -> DictConfig:
     if group == _CALLBACKS:
         return _gathered_callbacks(keys)
     if group in OWN_CODE and "_target_" in keys:
-        parameters = {str(name): keys._get_node(name) for name in keys if name != "_target_"}
-        return _own_option(group, _raw(keys, "_target_"), parameters)
+        return _own_code_at(keys, group)
     if group in Config.__annotations__:
         _name_functions(keys, group)
         return keys
@@ -343,16 +365,22 @@ def _gathered_callbacks(keys: DictConfig) -> DictConfig:
     return gathered
 
 
-def _name_functions(values: DictConfig, group: str) -> None:
-    """Replace a node of nothing but a `_target_` by the path, for keys that name a function."""
+def _name_functions(values: DictConfig, place: str) -> None:
+    """Replace each node of nothing but a `_target_` by the path, for keys that name a function.
+
+    place: the name of the group, or of the dictionary in a free-form key of it.
+    """
     for leaf in [*values]:
         node = values._get_node(leaf)
-        is_function = any(
-            key.name == f"{group}.{leaf}" and key.code == "function" and not key.free
-            for key in KEYS
-        )
-        if is_function and isinstance(node, DictConfig) and [*node] == ["_target_"]:
+        name = f"{place}.{leaf}"
+        if not isinstance(node, DictConfig):
+            continue
+        is_in_free = any(is_inside(name, key) for key in _FREE_WITH_FUNCTIONS)
+        is_function = leaf in _FUNCTIONS.values() if is_in_free else name in _FUNCTIONS
+        if is_function and [*node] == ["_target_"]:
             values[leaf] = _raw(node, "_target_")
+        elif is_in_free:
+            _name_functions(node, name)
 
 
 def _gather_parameters(config: DictConfig) -> None:
@@ -373,6 +401,17 @@ def _gather_parameters(config: DictConfig) -> None:
 
 
 _CALLBACKS = "callbacks"
+
+_FUNCTIONS = {key.name: key.leaf for key in KEYS if key.code == "function" and not key.free}
+"""The names of the keys for a function, and what they are called in their group."""
+
+_FREE_WITH_FUNCTIONS = [key.name for key in KEYS if key.code == "function" and key.free]
+"""The free-form keys whose entries have such keys."""
+
+_WITH_PARAMETERS = {
+    f"{group}/{key.stands_for}" for group, key in OWN_CODE.items() if group in PARAMETERS
+}
+"""The options for own code that has parameters."""
 
 
 @functools.cache

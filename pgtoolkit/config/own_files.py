@@ -326,8 +326,9 @@ class OwnFile:
         return inside if inside in self._groups else path.strip("/")
 
     def _is_good_file(self, entry: str) -> bool:
-        """Return whether an entry of the list names a file that exists; refuse others."""
-        if entry == "_self_":
+        """Return whether an entry of the list names a file that exists, or own code; refuse
+        others."""
+        if entry == "_self_" or is_own_code(self._group, entry):
             return True
         path = self._path_of(entry)
         own_path = f"{self._group}/{self._stem}".lstrip("/")
@@ -628,12 +629,13 @@ def is_of_user(file: Path) -> bool:
     return file.is_file() and not file.is_relative_to(config_directory())
 
 
-def schemas_chosen(paths: list[str | None]) -> dict[str, dict[str, str]]:
-    """Return group -> the name of its option, by the schemas in the files that Hydra has listed."""
+def options_chosen(paths: list[str | None]) -> dict[str, dict[str, str]]:
+    """Return group -> the name of its option among ours, by the files that Hydra has listed: of a
+    file of the user's, the option on which it is based."""
     chosen: dict[str, dict[str, str]] = {}
     for path in paths:
         group, _, name = (path or "").rpartition("/")
-        if group in OPTIONS and name.startswith("schema_"):
-            leaf = OPTION_KEYS[group].rpartition(".")[2]
-            chosen[group] = {leaf: name.removeprefix("schema_")}
+        name = name.removeprefix("schema_")
+        if group in OPTION_KEYS and name in OPTIONS[group]:
+            chosen[group] = {OPTION_KEYS[group].rpartition(".")[2]: name}
     return chosen

@@ -17,6 +17,7 @@ from pgtoolkit.assembly.run_description import description_of
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.config.compose import compose
+from pgtoolkit.config.keys import OWN_CODE
 from pgtoolkit.config.names import digest, name_from, plain_config, run_name
 from pgtoolkit.config.own_code import as_typed
 from pgtoolkit.config.plan import equation
@@ -140,6 +141,109 @@ def test_an_experiment_chooses_code_of_the_user_and_sets_its_parameters(tmp_path
     assert config.aggregation.reducer == "mine.halves"
     typed = compose(["experiment=tried", "loss.tau=0.5"]).config
     assert dict(typed.loss.options) == {"tau": 0.5}
+
+
+OPTIONS = {
+    "loss": ("mine.Squared", "tau: 0.3, num_splits: 2", {"tau": 0.3}, ("num_splits", 2)),
+    "optimizer": ("mine.SGD", "nu: 0.9, warmup_steps: 3", {"nu": 0.9}, ("warmup_steps", 3)),
+    "advantage": ("mine.shifted", "reward_scale: 2.0", None, ("reward_scale", 2.0)),
+    "aggregation": ("mine.halves", "divisor: null", None, ("divisor", None)),
+}
+"""Group -> code of one's own, keys in a file, and what they are: the parameters of a class, and a
+key of the group."""
+
+
+@pytest.mark.parametrize("group", OPTIONS)
+def test_a_file_sets_keys_of_the_group_beside_parameters_of_the_class(group, tmp_path, monkeypatch):
+    path, keys, parameters, (leaf, value) = OPTIONS[group]
+    key = OWN_CODE[group]
+    files = {
+        f"{group}/o.yaml": f"{{_target_: {path}, {keys}}}",
+        f"{group}/on_path.yaml": f"{{defaults: [{path}, _self_], {keys}}}",
+        f"{group}/on_option.yaml": (
+            f"{{defaults: [{key.stands_for}, _self_], {key.leaf}: {path}, {keys}}}"
+        ),
+        f"{group}/on_file.yaml": f"{{defaults: [o, _self_], {keys}}}",
+        "experiment/e.yaml": (
+            f"# @package _global_\n{{defaults: [override /{group}: {path}], {group}: {{{keys}}}}}"
+        ),
+        "sweep.yaml": (
+            f"{{defaults: [config, override {group}: {path}, _self_], {group}: {{{keys}}}}}"
+        ),
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.setenv("PGTK_CONFIG_DIR", str(tmp_path))
+    composed = [compose([f"{group}=o"])]
+    if parameters is not None:
+        composed += [compose([f"{group}={name}"]) for name in ("on_path", "on_option", "on_file")]
+        composed += [compose(["experiment=e"]), compose([], sweep_file=tmp_path / "sweep.yaml")]
+    for tried in composed:
+        assert tried.problems == []
+        settings = getattr(tried.config, group)
+        assert (getattr(settings, key.leaf), getattr(settings, leaf)) == (path, value)
+        assert getattr(settings, "options", None) == parameters
+
+
+@pytest.mark.parametrize(
+    ("group", "content", "problem"),
+    [
+        ("advantage", "_target_: mine.shifted\nscale: 2\n", "advantage.scale: 2 in "),
+        ("aggregation", "_target_: mine.halves\npower: 2\n", "aggregation.power: 2 in "),
+        (
+            "optimizer",
+            "_target_: torch.optim.SGD\nwarmup_steps: -1\n",
+            "optimizer.warmup_steps: -1 in ",
+        ),
+        ("optimizer", "_target_: a.B\nname: muon\n", "optimizer: name beside _target_ needs to be"),
+        ("loss", "_target_: a.B\npath: c.D\n", "loss: path beside _target_ needs to be left out"),
+        ("loss", "_target_: a.B\ndefaults: [grpo]\n", "loss: defaults beside _target_ needs to be"),
+    ],
+)
+def test_a_key_that_neither_the_group_nor_the_class_takes_is_refused(
+    group, content, problem, tmp_path, monkeypatch
+):
+    (tmp_path / group).mkdir()
+    (tmp_path / group / "o.yaml").write_text(content)
+    monkeypatch.setenv("PGTK_CONFIG_DIR", str(tmp_path))
+    (told,) = compose([f"{group}=o"]).problems
+    assert told.startswith(problem)
+
+
+def test_a_function_of_several_is_named_by_a_target_too(tmp_path, monkeypatch):
+    (tmp_path / "task").mkdir()
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "task/two.yaml").write_text(
+        "defaults: [prompts, _self_]\npath: x.jsonl\n"
+        "verifiers: {form: {verifier: {_target_: mine.score}, weight: 2.0}}\n"
+    )
+    (tmp_path / "experiment/sets.yaml").write_text(
+        "# @package _global_\n"
+        "evaluation: {sets: {hard: {task: prompts, verifier: {_target_: mine.score}}}}\n"
+    )
+    monkeypatch.setenv("PGTK_CONFIG_DIR", str(tmp_path))
+    task = compose(["task=two"]).config.task
+    assert task.verifiers == {"form": {"verifier": "mine.score", "weight": 2.0}}
+    evaluation = compose(["experiment=sets"]).config.evaluation
+    assert evaluation.sets == {"hard": {"task": "prompts", "verifier": "mine.score"}}
+
+
+def test_the_files_of_the_page_are_a_sweep_and_an_experiment(tmp_path, monkeypatch):
+    page = Path(__file__).parents[2] / "docs" / "configuration.md"
+    section = page.read_text().partition("### Code of your own")[2].partition("\n### ")[0]
+    sweep, experiment = re.findall(r"```yaml\n(.*?)```", section, flags=re.DOTALL)
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "sweep.yaml").write_text(sweep)
+    (tmp_path / "experiment/mine.yaml").write_text(experiment)
+    monkeypatch.setenv("PGTK_CONFIG_DIR", str(tmp_path))
+    for composed in (
+        compose([], sweep_file=tmp_path / "sweep.yaml"),
+        compose(["experiment=mine"]),
+    ):
+        assert composed.problems == []
+        loss = composed.config.loss
+        assert (loss.path, loss.options) == ("my_losses.Squared", {"tau": 0.3})
 
 
 @pytest.mark.slow
