@@ -4,19 +4,34 @@ against the model's own logits, and the seeds and stop strings of its prompts.""
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
-from builders.runs import module_and_loader
-from keys.small_runs import SMALL
+from builders.parts import ROLLOUT, TASK, short_module
 
+from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.completion import Completion, Request
 from pgtoolkit.errors import NumericalError
+from pgtoolkit.model.settings import TinyModelSettings
+from pgtoolkit.model.setup import build_policy
+from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.rollouts.batch_counts import powers_of_two
-from pgtoolkit.rollouts.evaluator import Evaluator, _numbers, mean_and_error, pass_at_k
+from pgtoolkit.rollouts.evaluator import (
+    Evaluator,
+    PromptSet,
+    _numbers,
+    as_evaluated,
+    mean_and_error,
+    pass_at_k,
+)
+from pgtoolkit.rollouts.settings import EvaluationSettings, PolicyRolloutSettings
 from pgtoolkit.runs.completion_files import CompletionRow, read_completions
 from pgtoolkit.sampling.samplers import TransformersSampler
+from pgtoolkit.sampling.settings import TransformersSamplerSettings
+from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.tasks import Score
 
 
@@ -98,19 +113,37 @@ def test_a_single_prompt_has_no_error():
 COMPLETIONS = "completions/evaluation_held_out_000000.parquet"
 
 
+def evaluator_of(
+    folder: Path,
+    rollout: PolicyRolloutSettings = ROLLOUT,
+    sets: Mapping[str, int] = MappingProxyType({"held_out": 10**9}),
+    **evaluation: object,
+) -> Evaluator:
+    """Return an evaluator of a small model.
+
+    sets: names of sets of prompts -> their seeds. evaluation: settings in place of the defaults.
+    """
+    torch.manual_seed(0)
+    model = TinyModelSettings(num_layers=1, hidden_size=8, num_heads=2)
+    policy = build_policy(model, TASK.alphabet, on_gpu=False)
+    settings = EvaluationSettings(every=1, **evaluation)
+    asked = as_evaluated(settings, rollout)
+    prompt_sets = []
+    for name, seed in sets.items():
+        ends = [policy.tokenizer.eos_token_id]
+        task = TokenizedTask(make_task(TASK, seed), policy.tokenizer, ends, stop=asked.stop)
+        prompt_sets.append(PromptSet(name, task, settings.prompts_per_set, seed))
+    sampler = TransformersSampler(policy, asked.sampling, TransformersSamplerSettings())
+    module = short_module(policy=policy)
+    return Evaluator(prompt_sets, sampler, module, asked, ONE_PROCESS, folder, 1, watched=None)
+
+
 def test_at_temperature_0_the_likeliest_token_is_taken(tmp_path):
-    module, _ = module_and_loader(
-        *SMALL,
-        "evaluation.every=1",
-        "evaluation.temperature=0",
-        "evaluation.completions_per_prompt=1",
-        "evaluation.prompts_per_set=5",
-    )
+    evaluator = evaluator_of(tmp_path, temperature=0.0, completions_per_prompt=1, prompts_per_set=5)
+    module = evaluator.trained
     with torch.no_grad():
         for weight in module.parameters():
             weight.mul_(20 if weight.ndim > 1 else 1)
-    evaluator = module.evaluator
-    evaluator.folder = tmp_path
 
     evaluator.evaluate(evaluator.sets[0], 0)
 
@@ -125,24 +158,15 @@ def test_at_temperature_0_the_likeliest_token_is_taken(tmp_path):
         assert tokenizer.decode(tokens) == row.prompt + row.completion
 
 
-def evaluator_with(folder: Path, *overrides: str) -> Evaluator:
-    module, _ = module_and_loader(*SMALL, "evaluation.every=1", *overrides)
-    module.evaluator.folder = folder
-    return module.evaluator
-
-
 def test_at_temperature_0_logits_that_are_not_finite_end_the_evaluation(tmp_path):
-    module, _ = module_and_loader(
-        *SMALL, "evaluation.every=1", "evaluation.temperature=0", "evaluation.prompts_per_set=1"
-    )
-    module.evaluator.folder = tmp_path
-    module.policy.head.weight.data.fill_(math.nan)
+    evaluator = evaluator_of(tmp_path, temperature=0.0, completions_per_prompt=1, prompts_per_set=1)
+    evaluator.trained.policy.head.weight.data.fill_(math.nan)
     with pytest.raises(NumericalError, match="probabilities are not finite"):
-        module.evaluator.evaluate(module.evaluator.sets[0], 0)
+        evaluator.evaluate(evaluator.sets[0], 0)
 
 
 def test_a_stop_string_ends_the_completions_of_an_evaluation(tmp_path):
-    evaluator = evaluator_with(tmp_path, "rollout.stop=['7','2']", "evaluation.prompts_per_set=12")
+    evaluator = evaluator_of(tmp_path, replace(ROLLOUT, stop=["7", "2"]), prompts_per_set=12)
     torch.manual_seed(3)
     evaluator.evaluate(evaluator.sets[0], 0)
     rows = read_completions(tmp_path / COMPLETIONS)
@@ -169,8 +193,7 @@ class SeedRecorder:
 def test_each_prompt_of_each_set_at_each_step_has_its_own_seed(tmp_path):
     """A sampler that draws from the seed would write the same completions again for an equal one.
     An evaluation of the same step is repeated with the same seeds."""
-    sets = ["evaluation.sets.a.seed=7", "evaluation.sets.b.seed=8", "evaluation.prompts_per_set=5"]
-    evaluator = evaluator_with(tmp_path, *sets)
+    evaluator = evaluator_of(tmp_path, sets={"a": 7, "b": 8}, prompts_per_set=5)
     recorder = SeedRecorder(evaluator.sampler)
     evaluator.sampler = recorder
     for evaluation_set in evaluator.sets:

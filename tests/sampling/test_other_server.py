@@ -7,18 +7,20 @@ import contextlib
 import functools
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from builders.runs import SHORT, config_of
+from builders.parts import LOSS, ROLLOUT, short_module
 from builders.shared_servers import save_llama
 from builders.vllm_servers import COMMAND, all_ended, processes_of
 from sampling.server_checks import assert_log_probs_of_trainer, update
 
-from pgtoolkit.assembly.build import build
 from pgtoolkit.completion import Request
 from pgtoolkit.errors import SamplerLost
+from pgtoolkit.model.settings import HuggingFaceModelSettings
+from pgtoolkit.model.setup import build_policy
 from pgtoolkit.sampling.server_api import Call, Choice, ServerPlan, ServerSampling
 from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.sampling.settings import VllmSamplerSettings
@@ -119,31 +121,22 @@ class SGLang:
 def module_and_sampler(tmp_path: Path) -> Iterator[tuple[PolicyGradientModule, ServerSampler]]:
     program = COMMAND.replace("vllm_server.py", "other_server.py")
     model = save_llama(tmp_path / "model")
-    config = config_of(
-        *(setting for setting in SHORT if not setting.startswith("model.")),
-        "model=huggingface",
-        f"model.path={model}",
-        "model.dtype=float32",
-        "sampler=vllm",
-        f'sampler.executable="{program}"',
-        "trainer.device=cpu",
-        "rollout.temperature=0.7",
-    )
-    module, loader = build(config, run_dir=tmp_path)
-    loader.source.sampler.close()  # it has the API of vLLM, and has started nothing
+    policy = build_policy(HuggingFaceModelSettings(path=str(model)), None, on_gpu=False)
+    module = short_module(replace(LOSS, temperature=0.7), policy=policy, dtype=None)
+    module.sampling = replace(ROLLOUT, temperature=0.7).sampling
     settings = functools.partial(write_settings, module, merged=True)
     prompts = [request.tokens for request in REQUESTS]
     sampler = ServerSampler(
         SGLang(),
-        config.rollout.sampling,
-        config.sampler,
+        module.sampling,
+        VllmSamplerSettings(executable=program, answer_seconds=600),
         module,
         module.layout,
         prompts,
         24,
         settings,
         tmp_path,
-        seed=config.seed,
+        seed=0,
         on_gpu=False,
         is_async=False,
     )
