@@ -1,12 +1,14 @@
-"""examples/parts.py makes parts of a run by their settings alone."""
+"""The programs of docs/architecture.md make parts of a run by their settings alone."""
 
+import ast
 import json
+import re
 import sys
 from pathlib import Path
 
 import pgtoolkit
 
-PROGRAM = Path(__file__).parents[1] / "examples" / "parts.py"
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 SEEN = """
 import json
 from pgtoolkit.errors import ConfigError
@@ -35,7 +37,20 @@ ABOVE = ("config", "assembly", "launch")
 """The rooms that know the configuration: tests/test_imports.py sees that no other imports it."""
 
 
-def test_the_program_makes_two_steps_without_the_configuration(monkeypatch, capsys):
+def programs() -> list[str]:
+    """Return the programs of the page, which follow each other."""
+    part = PAGE.read_text().partition("## Parts without a configuration")[2].partition("\n## ")[0]
+    return re.findall(r"^```python\n(.*?)^```$", part, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_each_program_has_ten_lines_beside_its_imports():
+    assert len(programs()) == 4
+    for program in programs():
+        parts = [part for part in ast.parse(program).body if not isinstance(part, ast.ImportFrom)]
+        assert 0 < sum(part.end_lineno - part.lineno + 1 for part in parts) <= 10
+
+
+def test_the_programs_make_two_steps_without_the_configuration(monkeypatch, capsys):
     """Whatever imports the configuration or Hydra meanwhile fails."""
     for room in ABOVE:
         monkeypatch.delattr(pgtoolkit, room, raising=False)
@@ -43,7 +58,8 @@ def test_the_program_makes_two_steps_without_the_configuration(monkeypatch, caps
     for name in {*refused, *sys.modules}:
         if name in refused or name.startswith(tuple(f"{above}." for above in refused)):
             monkeypatch.setitem(sys.modules, name, None)
-    exec(compile(PROGRAM.read_text() + SEEN, "parts", "exec"), {"__name__": "parts"})
+    program = "\n".join([*programs(), SEEN])
+    exec(compile(program, "parts", "exec"), {"__name__": "parts"})
     seen = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert seen["updates"] == 2
     assert seen["documents"] == 16
