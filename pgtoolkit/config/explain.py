@@ -98,6 +98,10 @@ def pages_on(words: str, commands: Known | None = None) -> list[Page]:
     first = words.partition("_")[0]
     if near is None and first != words and first in known:
         near = first  # clip_fraction is nearer to top_fraction than to what it means
+    apart = " ".join(re.findall(r"[^\s_-]+", words))
+    mentioned = _mentioned(apart, known) if near is None and apart not in ("", words) else []
+    if mentioned:
+        return mentioned
     near = near or nearest(words, known, 0.65)
     raise ConfigError(
         refusal(
@@ -375,14 +379,8 @@ def _use(code: Callable, path: str) -> str:
 
 
 def _mentioned(words: str, known: Known) -> list[Page]:
-    """Return the pages in which the words are mentioned, or a list of them if they are many.
-
-    Joined words, such as standard_deviation, are mentioned with spaces, too.
-    """
-    parts = [re.escape(part) for part in re.split(r"[\s_-]+", words) if part]
-    if not parts:
-        return []
-    pattern = re.compile(r"(?<!\w)" + r"[\s_-]+".join(parts), re.I)
+    """Return the pages in which the words are mentioned, or a list of them if they are many."""
+    pattern = re.compile(rf"(?<!\w){re.escape(words)}", re.I)
     pages = {
         page.title: page
         for pages in known.values()
