@@ -71,7 +71,8 @@ def sweep_file(name: str = "") -> Path:
                 use=command,
             )
         )
-    near = nearest(without_ending(path).name, shipped, 0.6)
+    known = _sweeps_here() | {stem: stem for stem in shipped}
+    near = known.get(nearest(without_ending(path).name, known, 0.6) or "")
     near = near or (near_path(with_ending(path, ".yaml")) if name else None)
     use = f"pgtk sweep {near or next(iter(shipped))}"
     if "=" in name:
@@ -87,6 +88,17 @@ def sweep_file(name: str = "") -> Path:
             use=use,
         )
     )
+
+
+def _sweeps_here() -> dict[str, str]:
+    """Return name -> path of the sweeps in `sweeps/` of the current directory, and in that of each
+    of its folders."""
+    folders = [*sorted(Path().glob("*/sweeps")), Path("sweeps")]
+    return {
+        file.stem: shell_path(file)
+        for folder in folders
+        for file in sorted(folder.glob("[!_]*.yaml"))
+    }
 
 
 def read_options(file: Path) -> object:

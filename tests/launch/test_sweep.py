@@ -475,6 +475,24 @@ def test_a_sweep_that_does_not_exist_is_refused_with_the_nearest(capsys, argumen
     assert message in refusal(capsys, *arguments)
 
 
+def test_a_sweep_in_a_folder_of_sweeps_is_proposed_by_its_path(tmp_path, monkeypatch, capsys):
+    for name in (
+        "sweeps/mine.yaml",
+        "study/sweeps/study_loss.yaml",
+        "study/sweeps/clip_range.yaml",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("defaults: [config, _self_]\n")
+    monkeypatch.chdir(tmp_path)
+    for typed, path in (
+        ("study_loss", "study/sweeps/study_loss.yaml"),
+        ("study_loss.yaml", "study/sweeps/study_loss.yaml"),
+        ("mine", "sweeps/mine.yaml"),
+        ("clip_rang", "clip_range"),
+    ):
+        assert refusal(capsys, "sweep", typed).endswith(f"Use pgtk sweep {path}.\n")
+
+
 def test_a_file_without_the_main_configuration_is_refused(tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text("seed: 3\n")
     message = refusal(capsys, "sweep", str(tmp_path / "mine.yaml"))
