@@ -25,7 +25,7 @@ from pgtoolkit.comparison.parity_ours import OurSide
 from pgtoolkit.comparison.parity_run import run
 from pgtoolkit.comparison.parity_switches import TheirSide, explain
 from pgtoolkit.comparison.parity_theirs import Convention
-from pgtoolkit.config.elsewhere import flat, tables
+from pgtoolkit.config.trainer_keys import flat, tables
 from pgtoolkit.system.report import text
 from pgtoolkit.system.yaml_text import plain_yaml
 

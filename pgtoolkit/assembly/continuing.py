@@ -191,7 +191,8 @@ def counterpart_command(run_dir: str | Path) -> str:
 
 
 def _branched_from(run_dir: str | Path) -> tuple[Path, int] | None:
-    """Return the run and the step from which a run goes on as one of its own; None for another."""
+    """Return the parent of a run and the step at which the run branched from it; None without a
+    parent."""
     parent = read_status(Path(run_dir)).get("parent")
     if not parent:
         return None

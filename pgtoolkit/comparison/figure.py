@@ -42,7 +42,7 @@ _INTERVAL_HEIGHT = 0.07
 """Height in inches of a group in a panel of means: with many groups the panel is higher."""
 
 _LEGEND_LINES = {COLUMN: 20, PAGE: 30}
-"""Width of a figure -> the most lines below each other in its legend, so that it fits a page."""
+"""Width of a figure -> the most lines below each other in its legend that fit a page."""
 
 _HANDLE = 0.45
 """Width of a legend's entry without its label, in inches."""

@@ -237,9 +237,10 @@ def apart_of(run: Run, metric: str) -> float:
 
 
 def measured_after(run: Run, metric: str, documents: float) -> float:
-    """Return the documents at the run's first measurement behind so many.
+    """Return the documents at the run's first measurement after this number of documents.
 
-    After its end it would be measured as far apart as before.
+    Behind the run's end, the next measurement is taken to be as far away as those before were from
+    each other.
     """
     x = run.points(DOCUMENTS, metric)[0]
     behind = x[x > documents]

@@ -28,12 +28,12 @@ from pgtoolkit.comparison.tokens import (
     composed,
     refuse_no_rollouts,
 )
-from pgtoolkit.config.elsewhere import OVERRIDE, Theirs
 from pgtoolkit.config.overrides import overrides_to_read
 from pgtoolkit.config.rules.executed import imports
 from pgtoolkit.config.saved import saved_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.their_values import FORMULA
+from pgtoolkit.config.trainer_keys import OVERRIDE, Theirs
 from pgtoolkit.config.translate import Translation
 from pgtoolkit.config.translate_file import read
 from pgtoolkit.errors import ConfigError

@@ -14,7 +14,12 @@ from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
-from pgtoolkit.config.elsewhere import (
+from pgtoolkit.config.explained import Page, explanations, page_on_metric
+from pgtoolkit.config.field_words import FIELD_WORDS
+from pgtoolkit.config.keys import KEYS, OWN_CODE, is_inside
+from pgtoolkit.config.meant_keys import OPTIONS_ALSO_CALLED
+from pgtoolkit.config.own_code import PARAMETERS
+from pgtoolkit.config.trainer_keys import (
     NONE,
     Theirs,
     keys_called,
@@ -24,11 +29,6 @@ from pgtoolkit.config.elsewhere import (
     tables,
     words_used,
 )
-from pgtoolkit.config.explained import Page, explanations, page_on_metric
-from pgtoolkit.config.field_words import FIELD_WORDS
-from pgtoolkit.config.keys import KEYS, OWN_CODE, is_inside
-from pgtoolkit.config.meant_keys import OPTIONS_ALSO_CALLED
-from pgtoolkit.config.own_code import PARAMETERS
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.family import Family
 from pgtoolkit.losses.function import NEW, FunctionLoss

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pgtoolkit.config.elsewhere import NONE
 from pgtoolkit.config.entries import Entry, entries
 from pgtoolkit.config.files import (
     config_directory,
@@ -24,6 +23,7 @@ from pgtoolkit.config.hydra_keys import INSTEAD
 from pgtoolkit.config.keys import OWN_CODE, option_help
 from pgtoolkit.config.option_tables import option_tables, rows_on
 from pgtoolkit.config.schema import OPTIONS, default_options
+from pgtoolkit.config.trainer_keys import NONE
 from pgtoolkit.config.words import KINDS
 from pgtoolkit.errors import ExitStatus
 from pgtoolkit.runs.declared_metrics import OF_STEPS

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from omegaconf import DictConfig
 
-from pgtoolkit.config.elsewhere import keys_called, keys_mentioned, known_as, option_called
 from pgtoolkit.config.field_words import FIELD_WORDS
 from pgtoolkit.config.files import OPTIONAL
 from pgtoolkit.config.keys import (
@@ -37,6 +36,7 @@ from pgtoolkit.config.named_values import named_value
 from pgtoolkit.config.resolve import default_in
 from pgtoolkit.config.saved import FORMER_TASKS
 from pgtoolkit.config.schema import default_options
+from pgtoolkit.config.trainer_keys import keys_called, keys_mentioned, known_as, option_called
 from pgtoolkit.system.conditions import holds, parts, singles
 from pgtoolkit.system.declared import Key
 from pgtoolkit.system.report import all_nearest, nearest, text

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from pgtoolkit.config.elsewhere import OVERRIDE, Theirs, known_as, tables
 from pgtoolkit.config.their_values import FORMULA, NO_VALUE, TheirValues
+from pgtoolkit.config.trainer_keys import OVERRIDE, Theirs, known_as, tables
 from pgtoolkit.config.translate_file import TheirConfig
 from pgtoolkit.system.report import text
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
 from omegaconf import DictConfig
 
-from pgtoolkit.config.elsewhere import known_as
 from pgtoolkit.config.field_words import FIELD_WORDS
 from pgtoolkit.config.files import OPTIONAL, misplaced
 from pgtoolkit.config.keys import (
@@ -27,6 +26,7 @@ from pgtoolkit.config.overrides import Unreadable
 from pgtoolkit.config.refusals import as_typed, sentence_of
 from pgtoolkit.config.repaired_words import elsewhere, reason_of, use_for
 from pgtoolkit.config.schema import default_options
+from pgtoolkit.config.trainer_keys import known_as
 from pgtoolkit.system.declared import Key
 from pgtoolkit.system.functions import kind_of
 from pgtoolkit.system.report import nearest, refusal, text

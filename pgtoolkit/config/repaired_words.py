@@ -8,7 +8,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from pgtoolkit.config.elsewhere import known_as
 from pgtoolkit.config.field_words import FIELD_WORDS
 from pgtoolkit.config.keys import KEYS, key_named
 from pgtoolkit.config.meant_keys import (
@@ -21,6 +20,7 @@ from pgtoolkit.config.meant_values import typed, without_typography
 from pgtoolkit.config.overrides import PROGRAMS
 from pgtoolkit.config.resolve import default_in
 from pgtoolkit.config.schema import default_options
+from pgtoolkit.config.trainer_keys import known_as
 
 _FLAGS = {
     "dry-run": "pgtk check",

@@ -130,8 +130,8 @@ class Words:
         return "".join(texts)
 
     def _value(self, piece: Piece, splits: bool) -> Value:
-        """Return the value of an expansion; its code where it is not known. A list is what bash
-        keeps as several words."""
+        """Return the value of an expansion, or its code where the value is unknown. A list is what
+        bash keeps as several words."""
         text = piece.text
         if text.startswith("$(("):
             number = number_of(self._in_numbers(text[3:-2]))

@@ -9,10 +9,10 @@ import functools
 import re
 from collections.abc import Iterable, Sequence
 
-from pgtoolkit.config.elsewhere import NONE, Theirs, flat
-from pgtoolkit.config.elsewhere import tables as tables_of_trainers
 from pgtoolkit.config.option_tables import OptionTable, option_tables
 from pgtoolkit.config.rules.table import TABLE as RULES
+from pgtoolkit.config.trainer_keys import NONE, Theirs, flat
+from pgtoolkit.config.trainer_keys import tables as tables_of_trainers
 from pgtoolkit.config.word import Word
 from pgtoolkit.config.words import HYDRA, OF_CODE, OF_EQUATIONS, TAGS
 from pgtoolkit.config.words_of_files import (

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from pgtoolkit.config.elsewhere import OVERRIDE, Theirs
+from pgtoolkit.config.trainer_keys import OVERRIDE, Theirs
 from pgtoolkit.config.translate_file import TheirConfig, value_of
 from pgtoolkit.config.translate_program import Unread
 from pgtoolkit.errors import ConfigError, DataError

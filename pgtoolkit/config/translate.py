@@ -13,10 +13,10 @@ import sys
 from importlib.machinery import PathFinder
 
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.elsewhere import Theirs, words_used
 from pgtoolkit.config.keys import default, key_named
 from pgtoolkit.config.schema import default_options
 from pgtoolkit.config.their_values import NO_VALUE, VERIFIER, Overrides, TheirValues
+from pgtoolkit.config.trainer_keys import Theirs, words_used
 from pgtoolkit.config.translate_file import TheirConfig
 from pgtoolkit.config.translate_program import Unread
 from pgtoolkit.config.validate import validated

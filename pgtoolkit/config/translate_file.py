@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pgtoolkit.config.elsewhere import Table, flat, rloo_table, tables
+from pgtoolkit.config.trainer_keys import Table, flat, rloo_table, tables
 from pgtoolkit.config.translate_launcher import LaunchFiles
 from pgtoolkit.config.translate_program import PUNISHMENT, Program, Unread
 from pgtoolkit.config.translate_shell import Command, Script

@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from pgtoolkit.config.elsewhere import Theirs
 from pgtoolkit.config.keys import has_effect, key_named
 from pgtoolkit.config.their_values import TheirValues
+from pgtoolkit.config.trainer_keys import Theirs
 from pgtoolkit.config.translate import IDLE, Translation
 from pgtoolkit.config.translate_file import dating_keys, read
 from pgtoolkit.config.translate_version import on_version

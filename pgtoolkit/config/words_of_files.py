@@ -315,7 +315,7 @@ PARAMETERS_OF_LOSSES = (
     Word(
         "step",
         "`sum(x)`, `mean(x)`, `quantile(x, share)` over all trained tokens; `num_tokens`, "
-        "`num_documents`, `num_groups` of what is seen (those metrics count all)",
+        "`num_documents`, `num_groups` of those seen (the metrics of these names count all)",
     ),
 )
 """The parameters of a loss function of T trained tokens, D documents and G groups."""

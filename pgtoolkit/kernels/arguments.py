@@ -307,8 +307,8 @@ _OF_COLUMNS = {
 def _use_of_spread(key: str, value: DTensor) -> str:
     """Return what to give in place of a DTensor, by how it is spread over ranks.
 
-    A rank's gradient of what `full_tensor` returns counts as the whole one. It is, where the rank
-    computes the loss of all rows.
+    A rank's gradient of the tensor that `full_tensor` returns counts as the whole one. It is, where
+    the rank computes the loss of all rows.
     """
     if key in _OF_PARAMETERS:
         return _OF_PARAMETERS[key].format(key=key)

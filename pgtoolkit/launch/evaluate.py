@@ -193,7 +193,7 @@ def _model_overrides(command: str, folder: Path, typed: list[str]) -> list[str]:
     overrides = ["model=huggingface", f"model.path={json.dumps(str(folder))}"]
     key = "evaluation.max_completion_length"
     if key not in map(key_of, typed):
-        with contextlib.suppress(OSError, ValueError, RecursionError):  # told as it is loaded
+        with contextlib.suppress(OSError, ValueError, RecursionError):  # loading it tells
             longest = json_object(folder / "generation_config.json").get("max_new_tokens")
             if is_whole(longest):
                 overrides.append(f"{key}={longest}")

@@ -39,7 +39,7 @@ NAME = "pgtoolkit_packed"
 """The name of `attention` in transformers, once a model was switched to it."""
 
 _LONG = 4096
-"""Tokens of a document from which on attention takes longer than what dividing its heads adds."""
+"""Tokens of a document from which on dividing attention's heads saves more time than it adds."""
 
 _WELL_USED = 0.8
 """Share of the processors' time from which on heads are not divided."""

@@ -130,8 +130,8 @@ def _layer_of_gemma3(layer: Layer, hidden_states: Tensor, **options) -> Tensor:
 
 
 def _norm(norm: Layer, x: Tensor) -> Tensor:
-    """Return the norm in the type of the matrices behind it, so that it is cast once and not for
-    each of them."""
+    """Return the norm in the type of the matrices behind it: it is cast once, and not for each of
+    them."""
     return normalized(norm, type_of_products(x, norm.weight), x)[0]
 
 

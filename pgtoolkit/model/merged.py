@@ -144,7 +144,7 @@ class MergedBody:
         return _sum_and_norm(norm, hidden, *added)[0].view(shape)
 
     def _with_output_norm(self, layer: Layer, place: int, out: Tensor) -> Tensor:
-        """Return the output of attention (0) or MLP (1), as it is added to hidden states."""
+        """Return the output of attention (0) or MLP (1) that is added to hidden states."""
         norms = self._parts.output_norms
         return layer.get_submodule(norms[place])(out) if norms else out
 

@@ -180,7 +180,7 @@ def unknown_parts(model: ModelSettings, kind: object) -> str | None:
 
 
 def flash_attention_version() -> str | None:
-    """Return the version of FlashAttention 4 that is installed; None where it is not."""
+    """Return the version of FlashAttention 4 that is installed; None without it."""
     try:
         return importlib.metadata.version(FLASH_ATTENTION)
     except importlib.metadata.PackageNotFoundError:

@@ -218,5 +218,5 @@ def as_evaluated(evaluation: EvaluationSettings, rollout: RolloutSettings) -> Po
         top_k=sampling.top_k,
         stop=list(sampling.stop),
     )
-    # Nothing is trained at it, so that it may be 0.
+    # Nothing is trained at this temperature: it may be 0.
     return settings.unchecked({**vars(settings), "temperature": sampling.temperature})

@@ -112,7 +112,7 @@ class Indexing:
         # Whether rows beyond `first` were not read.
         self._is_cut = False
         self._num_too_long = 0
-        # Checksums of what the trained tokens answer.
+        # Checksums of the prompts that the trained tokens answer.
         self._prompts: set[int] = set()
         self._plausibility = Plausibility()
         # The places of wrong rows.

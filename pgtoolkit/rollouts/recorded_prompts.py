@@ -13,7 +13,7 @@ from pgtoolkit.tasks.prompts import TokenizedTask
 
 def checksums_before_trained(token_ids: np.ndarray, loss_mask: np.ndarray) -> list[int]:
     """Return the checksum of all tokens before each part of a row that is trained: of its prompt,
-    and of what each later turn answers.
+    and of the messages that each later turn answers.
 
     token_ids: (S,) int64. loss_mask: (S,) bool, false for the first.
     """

@@ -295,7 +295,7 @@ class RecordedRolloutSettings(RolloutSettings):
     name: Literal["recorded"] = chosen("recorded", fixed=POSITION, alters=Alters.prompts)
     path: str = key(
         default=REQUIRED,
-        help="A JSONL or Parquet file, a folder of such files, or a glob.",
+        help="A JSONL or Parquet file, a folder of them, or a glob.",
         reads="data",
         fixed=POSITION,
         example="rollouts.parquet",

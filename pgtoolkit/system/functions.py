@@ -404,7 +404,7 @@ def place_of(error: BaseException) -> str:
     theirs = [frame for frame in frames if not Path(frame.filename).is_relative_to(_PACKAGE)]
     if not theirs:
         return ""
-    # Below it are the frames of what it calls, such as torch.
+    # Below it are the frames of code that it calls, such as torch.
     last = [frame for frame in theirs if frame.filename == theirs[0].filename][-1]
     return f" in line {last.lineno} of {Path(last.filename).name}"
 

@@ -68,7 +68,7 @@ def refusal(setting: str, needs: str, got: object, reason: str, use: str) -> str
     """Return a problem in the form that all problems have."""
     value = "''" if got == "" else text(got)
     if use == setting and "=" in use and " " not in use:
-        # The user has typed a word of the documentation, such as FOLDER, as it stands there.
+        # The user has typed a word of the documentation, such as FOLDER, unchanged.
         use += ", which stands for a value of your own"
     return f"{setting} needs {needs} (got {value}). {reason} Use {use}."
 

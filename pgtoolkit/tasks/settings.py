@@ -296,7 +296,7 @@ class PromptsTaskSettings(ScoredTaskSettings):
     name: Literal["prompts"] = chosen("prompts", alters=Alters.prompts)
     path: str = key(
         default=REQUIRED,
-        help="A JSONL or Parquet file with a prompt in each row, a folder of such files, a glob, "
+        help="A JSONL or Parquet file with a prompt in each row, a folder of them, a glob, "
         "the folder of a Hugging Face data set, or the name of one on the hub, such as "
         "openai/gsm8k, which the package datasets loads.",
         reads="data",

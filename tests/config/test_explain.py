@@ -6,7 +6,6 @@ import re
 import pytest
 from builders.refusals import refusal
 
-from pgtoolkit.config.elsewhere import tables
 from pgtoolkit.config.entries import entries
 from pgtoolkit.config.explain import explain, explain_as_json, pages_on
 from pgtoolkit.config.explained import explanations
@@ -14,6 +13,7 @@ from pgtoolkit.config.files import options
 from pgtoolkit.config.keys import KEYS
 from pgtoolkit.config.option_tables import option_tables
 from pgtoolkit.config.schema import OPTIONS
+from pgtoolkit.config.trainer_keys import tables
 from pgtoolkit.errors import ExitStatus, PgtoolkitError
 from pgtoolkit.runs.declared_metrics import TABLES
 from pgtoolkit.system.redaction import redact

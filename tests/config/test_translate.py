@@ -14,7 +14,7 @@ from builders.refusals import refusal
 
 from pgtoolkit.cli import main
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.elsewhere import tables
+from pgtoolkit.config.trainer_keys import tables
 from pgtoolkit.config.translate import IDLE, Translation
 from pgtoolkit.config.translate_file import TheirConfig, read
 from pgtoolkit.config.translate_page import translate

@@ -20,7 +20,7 @@ class Rule(Needed):
 
     @classmethod
     def of(cls, needed: Needed) -> Rule:
-        """Return the rule of what settings need by themselves."""
+        """Return the rule for a condition that settings declare of themselves."""
         return cls(needed.when, needed.needs, needed.because, needed.use)
 
     def __call__(self, config: Config, report: Report) -> None:

@@ -13,11 +13,11 @@ import pytest
 from builders.refusals import refusal
 
 from benchmarks.drift import defaults_of_verl, differing, unknown
-from pgtoolkit.config.elsewhere import flat, keys_called, known_as, rloo_table, tables
 from pgtoolkit.config.explain import explain
 from pgtoolkit.config.files import options
 from pgtoolkit.config.keys import KEYS
 from pgtoolkit.config.tables import keys_of_trainer
+from pgtoolkit.config.trainer_keys import flat, keys_called, known_as, rloo_table, tables
 from pgtoolkit.config.translate import Translation
 from pgtoolkit.config.translate_file import TheirConfig
 from pgtoolkit.runs.declared_metrics import metric_named
