@@ -101,7 +101,7 @@ def _copies(c: Config, sampler: TransformersSamplerSettings, world: int, report:
     if sampler.gpus is not None:
         setting = f"sampler.gpus={text(sampler.gpus)}"
         use = f"sampler.gpus={text(_first_free(c, world, world))}"
-        if not _are_gpus_for_copies(c, sampler, sampler.gpus, world, report):
+        if not _are_gpus_for_copies(c, sampler.gpus, world, report):
             return
     count = len(copies_of(c))
     if count % world:
@@ -125,22 +125,8 @@ def _copies(c: Config, sampler: TransformersSamplerSettings, world: int, report:
         )
 
 
-def _are_gpus_for_copies(
-    c: Config,
-    sampler: TransformersSamplerSettings,
-    gpus: list[int],
-    world: int,
-    report: Report,
-) -> bool:
-    """Return whether copies can sample on these GPUs, and refuse what does not go with them."""
-    if sampler.processes:
-        report.refuse(
-            setting=f"sampler.processes={sampler.processes}",
-            needs="sampler.gpus=null",
-            got=text(gpus),
-            reason="On each GPU one process samples.",
-            use="sampler.processes=0",
-        )
+def _are_gpus_for_copies(c: Config, gpus: list[int], world: int, report: Report) -> bool:
+    """Return whether copies can sample on these GPUs, and refuse those that they cannot use."""
     if c.trainer.device == "cpu":
         report.refuse(
             setting=f"sampler.gpus={text(gpus)}",

@@ -579,6 +579,12 @@ SAMPLING = (
         "it.",
         use="trainer.deterministic=auto",
     ),
+    Rule(
+        "sampler.processes>0",
+        needs="sampler.gpus=null",
+        because="On each GPU one process samples.",
+        use="sampler.processes=0",
+    ),
 )
 
 EVALUATION = (Rule.of(GREEDY),)
