@@ -1197,6 +1197,25 @@ def test_epochs_are_steps_where_the_prompts_lie_on_this_machine(tmp_path, monkey
         assert reason == formula
 
 
+def test_fewer_prompts_than_a_batch_are_said_with_the_steps_of_as_many_epochs(
+    tmp_path, monkeypatch
+):
+    """3 epochs of 20 prompts are 60, which are 2 batches of 32 here."""
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/train.jsonl").write_text('{"prompt": "1", "answer": "1"}\n' * 20)
+    trl = {"num_generations": 8, "per_device_train_batch_size": 64, "num_train_epochs": 3.0}
+    trl |= {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "dataset_name": "data"}
+    verl = {"data.train_batch_size": 32, "trainer.total_epochs": 3, f"{ACTOR}.ppo_epochs": 1}
+    verl |= {f"{ACTOR}.ppo_mini_batch_size": 8, "data.train_files": "data/train.jsonl"}
+    # 4 steps a batch: of 64 in 256 completions, of 8 in 32 prompts.
+    for values, key in ((trl, "num_train_epochs=3"), (GRPO | verl, "trainer.total_epochs=3")):
+        left = translated(tmp_path, "theirs.json", values).left
+        (reason,) = [reason for shown, reason, _ in left if shown == key]
+        assert reason.startswith("fewer prompts (20) than a batch (32), ")
+        assert "`trainer.max_steps=8` are 3 epochs" in reason
+
+
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 KL_LOSS = {f"{ACTOR}.use_kl_loss": True}
 
