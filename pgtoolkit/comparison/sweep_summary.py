@@ -10,6 +10,7 @@ from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import needed_for
 from pgtoolkit.comparison.reports import write
 from pgtoolkit.comparison.text_report import render_comparison
+from pgtoolkit.config.keys import OPTION_KEYS
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.find import find_runs
 from pgtoolkit.runs.records import read_sweep
@@ -20,6 +21,7 @@ from pgtoolkit.tracking.store import (
     jobs_of_sweep,
     offer_view,
     open_store,
+    parameter_name,
     raising_storage_errors,
     run_of_sweep,
     view_of,
@@ -52,7 +54,8 @@ def publish(sweep_folder: Path, uri: str | None, experiment: str) -> dict[str, s
         note = _write_report(sweep_folder, name, Path(temporary))
         client, experiment_id = open_store(store, experiment)
         run_id = _run_of(client, experiment_id, name)
-        _nest(client, experiment_id, name, run_id)
+        keys = _varying(sweep["jobs"])
+        _complete_jobs(client, experiment_id, name, run_id, keys)
         client.set_tag(run_id, NOTE, note)
         for file in (sweep_folder / "sweep.json", *sorted(Path(temporary).iterdir())):
             client.log_artifact(run_id, str(file))
@@ -83,17 +86,44 @@ def _run_of(client: MlflowClient, experiment_id: str, name: str) -> str:
     return run.info.run_id
 
 
-def _nest(client: MlflowClient, experiment_id: str, name: str, run_id: str) -> None:
-    """Nest the jobs of a sweep that could not do so, since its run was not there when they began.
+def _varying(jobs: list[dict]) -> list[str]:
+    """Return the names of MLflow's parameters that jobs of a sweep set to different values."""
+    values: dict[str, list[str]] = {}
+    for job in jobs:
+        for override in job.get("overrides", []):
+            key, _, value = override.partition("=")
+            values.setdefault(key.lstrip("+"), []).append(value)
+    return [
+        parameter_name(OPTION_KEYS.get(key, key))
+        for key, of_jobs in values.items()
+        if len(of_jobs) < len(jobs) or len({*of_jobs}) > 1
+    ]
 
-    They may have trained when the store did not answer the sweep, or before runs were nested.
+
+def _complete_jobs(
+    client: MlflowClient, experiment_id: str, name: str, run_id: str, keys: list[str]
+) -> None:
+    """Give the jobs of a sweep what they could not know when they began.
+
+    They are nested below its run, which was not there where the store did not answer the sweep, or
+    where they trained before runs were nested. The parameters that differ between jobs stand a
+    second time as Sweep/KEY: MLflow's page that compares runs sorts names, capital letters first.
     """
+    from mlflow.entities import Param, RunTag
+
     token = None
     while True:
         jobs = client.search_runs([experiment_id], jobs_of_sweep(name), page_token=token)
         for job in jobs:
-            if PARENT not in job.data.tags:
-                client.set_tag(job.info.run_id, PARENT, run_id)
+            known = job.data.params
+            params = [
+                Param(f"Sweep/{key}", known[key])
+                for key in keys
+                if key in known and f"Sweep/{key}" not in known
+            ]
+            tags = [] if PARENT in job.data.tags else [RunTag(PARENT, run_id)]
+            if params or tags:
+                client.log_batch(job.info.run_id, params=params, tags=tags)
         token = jobs.token
         if not token:
             return

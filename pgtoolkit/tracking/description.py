@@ -22,23 +22,30 @@ step.
 The name comes first, since MLflow cuts the titles of its charts after a few letters.
 """
 
-_MAIN_NAME = "Main/{} {}"
-
-MAIN = {
-    name: _MAIN_NAME.format(place, name)
-    for place, name in enumerate((*BY_DOCUMENTS, "grad_norm", *_OF_COMPLETIONS))
-}
-"""Metric -> the name by which MLflow gets it a second time.
-
-Its charts stand in sections by the part of a name before the slash: in the order of these parts,
-capital letters first, and behind them all those without a slash. In a section names are sorted.
-"""
-
 EVALUATION = "evaluation/{}/{}"
 """The name of an evaluation's metric, of its set and its number."""
 
+_HELD_OUT = "pass_at_1"
+_MAIN_NAME = "Main/{} {}"
+_MAIN = (*BY_DOCUMENTS[:-1], _HELD_OUT, "grad_norm", *_OF_COMPLETIONS)
+_PASS_OF_SET = re.compile(EVALUATION.format("(.*)", _HELD_OUT))
+
+
+def main_name(metric: str) -> str | None:
+    """Return the name by which MLflow gets a metric a second time; None for most.
+
+    Its charts stand in sections by the part of a name before the slash: in the order of these
+    parts, capital letters first, and behind them all those without a slash. In a section names are
+    sorted.
+    """
+    of_set = _PASS_OF_SET.fullmatch(metric)
+    if of_set:
+        return _MAIN_NAME.format(_MAIN.index(_HELD_OUT), f"{of_set[1]} {_HELD_OUT}")
+    return _MAIN_NAME.format(_MAIN.index(metric), metric) if metric in _MAIN else None
+
+
 _NOT_MEASURED = ("step", "time", "documents", "set", "prompts", "completions_per_prompt")
-_METRICS_PER_CALL = 500  # MLflow takes 1000, and gets each of MAIN twice
+_METRICS_PER_CALL = 500  # MLflow takes 1000, and gets each of _MAIN twice
 _BEGIN = re.compile(rb'{"step": (\d+), "time": (\d+\.\d+),')
 
 

@@ -15,7 +15,7 @@ from pgtoolkit.system.background import in_background
 from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking import next_commands, store
-from pgtoolkit.tracking.description import EVALUATION, MAIN, Dataset, Description, Point
+from pgtoolkit.tracking.description import EVALUATION, Dataset, Description, Point, main_name
 from pgtoolkit.tracking.progress import entry
 from pgtoolkit.tracking.record import Record
 from pgtoolkit.tracking.store_address import absolute_uri
@@ -187,15 +187,11 @@ class MlflowRecord(Record):
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(store.parameter_name(name), value, point.time, point.position)
+            Metric(store.parameter_name(shown), value, point.time, point.position)
             for point in points
             for name, value in point.metrics.items()
-        ]
-        metrics += [
-            Metric(main_name, point.metrics[name], point.time, point.position)
-            for point in points
-            for name, main_name in MAIN.items()
-            if name in point.metrics
+            for shown in (name, main_name(name))
+            if shown is not None
         ]
         self._client.log_batch(self._run_id, metrics=metrics, synchronous=True)
 

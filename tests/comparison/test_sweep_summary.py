@@ -40,9 +40,12 @@ def sweep(uri: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         directory = f"loss-{loss}_seed-{seed}-0123abc{seed}"
         reason = "StorageError: disk full" if state == "failed" else None
         _save(folder / directory, uri, loss, seed, end, state, reason)
-        jobs.append({"name": directory, "directory": directory, "status": state, "reason": reason})
+        overrides = ["trainer.device=cpu", f"loss={loss}", f"seed={seed}"]
+        job = {"directory": directory, "status": state, "reason": reason}
+        jobs.append({"name": directory, "overrides": overrides, **job})
     jobs.append(
         {"name": "x", "directory": "loss-gspo_seed-3-0123abc3", "status": "pending", "reason": None}
+        | {"overrides": ["trainer.device=cpu", "loss=gspo", "seed=3"]}
     )
     (folder / "sweep.json").write_text(
         json.dumps({"name": "by_loss", "command": ["pgtk"], "jobs": jobs})
@@ -129,7 +132,14 @@ def test_the_summary_run_has_the_table_and_reports_and_is_updated_by_the_next(sw
     # Jobs that began before the sweep had a run are nested below it at the end.
     parents = [run.data.tags.get("mlflow.parentRunId") for run in of_sweep]
     assert sorted(parents, key=bool) == [None, *[info["run_id"]] * 5]
-    assert sorted(run.info.run_name for run in of_sweep)[:2] == ["by_loss", "loss-grpo_seed-0"]
+    by_name = {run.info.run_name: run.data.params for run in of_sweep}
+    assert sorted(by_name)[:2] == ["by_loss", "loss-grpo_seed-0"]
+    # As the page that compares runs sorts them: by the numbers of their letters.
+    first, second, third = sorted(by_name["loss-grpo_seed-0"])[:3]
+    assert (first, second) == ("Sweep/loss.name", "Sweep/seed")
+    assert third.islower()
+    assert by_name["loss-gspo_seed-1"]["Sweep/loss.name"] == "gspo"
+    assert by_name["loss-gspo_seed-1"]["Sweep/seed"] == "1"
 
     copy = shutil.copytree(sweep, tmp_path / "copy")
     state = json.loads((copy / "sweep.json").read_text())

@@ -177,6 +177,22 @@ def test_a_resumed_run_has_each_step_once_and_the_parameters_of_its_start(uri, r
     assert saved.data.tags["seed"] == "2"
 
 
+def test_ten_metrics_have_charts_that_stand_first_and_the_held_out_share_is_one(uri, run):
+    numbers = ["reward", "exact_match", "loss", "kl_new_old", "clipped_ratio_fraction"]
+    numbers += ["grad_norm", "completion_length", "truncated_fraction", "tokens_per_second"]
+    tracker = start_tracker(uri, run)
+    run.append_metrics(1, {**dict.fromkeys([*numbers, "entropy"], 0.5), "lag": 1.0})
+    evaluation = {"step": 1, "time": 1.0, "set": "held_out", "pass@1": 0.25, "pass@2": 0.3}
+    run.append_evaluations([evaluation])
+    tracker.finish("done")
+    saved = MlflowClient(uri).get_run(tracker.info["run_id"]).data.metrics
+    main = {name: value for name, value in saved.items() if name.startswith("Main/")}
+    held_out = {"Main/5 held_out pass_at_1": 0.25}
+    numbers.insert(5, "")
+    expected = {f"Main/{place} {name}": 0.5 for place, name in enumerate(numbers) if name}
+    assert main == expected | held_out
+
+
 def test_non_finite_values_never_reach_mlflow(uri, run):
     run.metrics_path.write_text(
         '{"step": 1, "time": 5, "loss": NaN, "reward": Infinity, "kl_new_old": 0.5}\n'
