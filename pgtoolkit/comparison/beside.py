@@ -38,12 +38,15 @@ def beside(compared: Compared, pair: Comparison) -> dict[str, _Values]:
 
 
 def more_than_the_axis(compared: Compared, pairs: Sequence[Comparison]) -> list[str]:
-    """Return a sentence on each base whose pairs differ in more than the axis of the comparison."""
+    """Return a sentence on each base whose pairs differ in more than the axis of the comparison,
+    one for all where they differ in keys whose values follow from the axis."""
     named: dict[tuple[str, str], list[str]] = {}
+    names_of_pairs: set[tuple[str, ...]] = set()
     for pair in pairs:
+        values = beside(compared, pair)
+        names_of_pairs.add(tuple(values))
         differences = ", ".join(
-            f"{name} ({text(there)}, not {text(here)})"
-            for name, (here, there) in beside(compared, pair).items()
+            f"{name} ({text(there)}, not {text(here)})" for name, (here, there) in values.items()
         )
         if differences:
             first = compared.groups[pair.first].label
@@ -53,6 +56,12 @@ def more_than_the_axis(compared: Compared, pairs: Sequence[Comparison]) -> list[
     # A file that was chosen has no value of its own: it stands for the keys that it sets.
     has_files = any(key in compared.groups[0].runs[0].chosen for key in compared.axis)
     they_differ = f"{axis}, and so in" if has_files else f"more than {axis}, in"
+    (names, *others) = names_of_pairs or {()}
+    if len(named) > 1 and not others and {*names} <= {*compared.following}:
+        return [
+            f"every pair differs in {they_differ} {' and '.join(names)}: in each configuration one "
+            "goes with the other. The verdicts are on all of this together."
+        ]
     return [
         f"{' and '.join(seconds)} against {first}: they differ in {they_differ} "
         f"{differences}. The verdict is on all of this together."

@@ -119,6 +119,22 @@ def test_an_option_of_a_users_file_is_a_base_by_its_name_though_runs_differ_in_i
         compare(runs, f"final:{PASS}", against="loss=clip_0.2")
 
 
+def test_a_key_that_follows_the_axis_in_all_pairs_is_said_once():
+    """As of sweep clip_range_optuna, whose upper bound is the lower one."""
+    runs = [
+        run_of([0.2, 0.3, bound + seed / 50], seed, **both)
+        for bound in (0.1, 0.2, 0.3, 0.4)
+        for both in ({"loss.epsilon_low": bound, "loss.epsilon_high": bound},)
+        for seed in range(3)
+    ]
+    page = " ".join(render_comparison(compare(runs, f"final:{PASS}")).split())
+    assert page.count("The verdict") == 1
+    assert (
+        "every pair differs in more than loss.epsilon_low, in loss.epsilon_high: in each "
+        "configuration one goes with the other. The verdicts are on all of this together."
+    ) in page
+
+
 def test_what_a_pair_differs_in_beside_the_named_key_is_said_wherever_the_pair_is_shown():
     """As of experiment=grpo,dr_grpo,gspo_paper: of the last the loss and the KL penalty differ."""
     grpo = {"loss.name": "grpo", "loss.epsilon_low": 0.2, "aggregation.mode": "sample_mean"}
