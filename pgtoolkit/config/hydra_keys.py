@@ -123,6 +123,10 @@ def _does_nothing(key: str, value: object) -> str:
     return refusal(f"{key}={text(value)}", "to be left out", value, reason, use)
 
 
+_NUMBERS = {"n_jobs": 1, "jobs_per_gpu": 1, "prune_after": 100}
+"""Keys of numbers that are null by default -> a value that works."""
+
+
 def set_typed(config: DictConfig, name: str, value: object) -> str | None:
     """Set one of Hydra's own keys in a composed configuration; return what is wrong with it, None
     where nothing is.
@@ -158,7 +162,10 @@ def set_typed(config: DictConfig, name: str, value: object) -> str | None:
         near = nearest(leaf, names)
         use = "pgtk --cfg hydra, which prints them"
         if near is not None:
-            use = f"{parent}.{near}{rest}={text(value)}"
+            default = OmegaConf.to_container(siblings, resolve=False)[near]  # type: ignore[index,call-overload]
+            number = _NUMBERS.get(near, default)
+            takes_it = isinstance(value, int) or not isinstance(number, int)
+            use = f"{parent}.{near}{rest}={text(value if takes_it else number)}"
         return f"Unknown key {name!r}. Use {use}."
     default = OmegaConf.to_container(siblings, resolve=False)[leaf]  # type: ignore[index,call-overload]
     if default is None:  # of hydra.mode, and of keys that take any value

@@ -100,6 +100,7 @@ def test_odd_values_of_the_keys_of_hydra_are_answered_in_sentences():
         ("hydra.job.chdir=true", True, "hydra.job.chdir=true needs to be left out"),
         ("hydra.launcher.n_jobs=1.5", True, "n_jobs=1.5 needs a whole number (got 1.5)"),
         ("hydra.launcher.fail_fast=maybe", True, "fail_fast=maybe needs true or false"),
+        ("hydra.launcher.njobs=many", True, "Use hydra.launcher.n_jobs=1."),
         ("hydra.launcher.foo=2", True, "Unknown key 'hydra.launcher.foo'. Use pgtk --cfg hydra"),
         ("hydra/launcher=joblib", True, "=joblib needs one of local, slurm, ray_cluster"),
         ("hydra.launcher.n_jobs=2", False, "Use pgtk -m hydra.launcher.n_jobs=2, or leave it out"),
