@@ -144,7 +144,7 @@ def next_steps(sweep: Sweep, again: bool) -> list[str]:
 
 def best(sweep: Sweep) -> str | None:
     """Return the best configuration's number, as a mean over its seeds, and the command that trains
-    it again; None where there is nothing to choose from, or all are the same.
+    it again; None where there is nothing to choose from. Where all are the same it says so.
 
     A configuration with a job that is not done has no result of equal length.
     """
@@ -163,13 +163,30 @@ def best(sweep: Sweep) -> str | None:
         if all(job.status == "done" for job in seeds) and len(known) == len(seeds):
             means[overrides] = mean(known)
     places = ranks([*means.values()])
-    if max(places, default=0) == 0:
+    if len(means) < 2:
         return None
+    if max(places) == 0:
+        return _no_best(sweep, metric, next(iter(means.values())))
     overrides = [*means][places.index(max(places))]
     seeds = jobs_of[overrides]
     of_seeds = f", the mean of {len(seeds)} seeds" if len(seeds) > 1 else ""
     number = _number(metric, means[overrides], [sweep.folder / job.directory for job in seeds])
     return f"best: {number}{of_seeds}: {_train(sweep, seeds)}"
+
+
+def _no_best(sweep: Sweep, metric: str, value: float) -> str:
+    """Return that no configuration is better than another, and by what a search could choose."""
+    line = f"best: none, since all configurations end at {_short(metric)} {value:z.3f}"
+    if sweep.config.search is None:
+        return line
+    line += ", by which the search could neither choose values nor stop a job"
+    average = f"{metric.rpartition('/')[0]}/avg"
+    scores = [final_value(sweep.folder / job.directory, average) for job in sweep.jobs.values()]
+    known = [score for score in scores if score is not None]
+    if metric in (TRAINING, average) or max(ranks(known), default=0) == 0:
+        return line
+    key = f"evaluation.best={average.removeprefix('evaluation/')}"
+    return f"{line}. Their mean scores differ: add {key} to search by these"
 
 
 def rates_that_learn(sweep: Sweep) -> list[str]:

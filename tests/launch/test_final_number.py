@@ -1,10 +1,12 @@
 """The number that a sweep shows of its runs: of held-out prompts where they are evaluated."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pgtoolkit.config.sweeps import compose_sweep
 from pgtoolkit.launch.check import check_sweep
 from pgtoolkit.launch.final_number import final_value, number_of, points_of
 from pgtoolkit.launch.sweep import Sweep
@@ -101,7 +103,26 @@ def test_the_best_configuration_is_that_of_the_highest_mean_over_seeds(tmp_path)
 
 def test_configurations_that_only_rounding_tells_apart_have_no_best_one(tmp_path):
     rewards = {"loss=grpo seed=0": 0.11830357142857148, "loss=gspo seed=0": 0.1183035714285715}
-    assert best(finished(tmp_path, rewards, "loss=grpo,gspo", "seed=0")) is None
+    said = "best: none, since all configurations end at reward 0.118"
+    assert best(finished(tmp_path, rewards, "loss=grpo,gspo", "seed=0")) == said
+
+
+def test_a_search_whose_number_is_the_same_in_all_runs_says_so_and_what_tells_them_apart(tmp_path):
+    sweep = sweep_in(tmp_path, "loss=grpo,gspo", "evaluation.every=1")
+    axes = ["hydra/sweeper=optuna_search", "loss.epsilon_low=interval(1e-4,1e-2)"]
+    sweep.config = replace(sweep.config, search=compose_sweep(axes).search)
+    said = (
+        "best: none, since all configurations end at held_out pass@1 0.000, by which the search "
+        "could neither choose values nor stop a job"
+    )
+    for ends, more in (((0.25, 0.25), ""), ((0.25, 0.5), "held_out/avg")):
+        for end, job in zip(ends, sweep.jobs.values(), strict=True):
+            job.status = "done"
+            file = tmp_path / job.directory / "evaluations.jsonl"
+            row = json.loads(file.read_text()) | {"pass@1": 0.0, "avg": end}
+            file.write_text(json.dumps(row) + "\n")
+        add = f". Their mean scores differ: add evaluation.best={more} to search by these"
+        assert best(sweep) == said + (add if more else "")
 
 
 def test_a_sweep_over_learning_rates_says_which_of_them_learn(tmp_path):
