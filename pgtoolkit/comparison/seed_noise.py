@@ -18,6 +18,7 @@ from pgtoolkit.comparison.statistics import (
     mean_and_std,
     seeds_needed,
 )
+from pgtoolkit.config.keys import shown
 from pgtoolkit.runs.series import without_rounding
 from pgtoolkit.system.report import plural
 
@@ -119,28 +120,39 @@ def noise_sentences(
     spreads = f"their spread is {noise.spread:.2g}"
     if len(compared.groups) > 1:
         smallest, largest = noise.range
-        spreads += f", pooled over configurations, which have from {smallest:.2g} to {largest:.2g}"
+        pooled = " and ".join(["configurations", *map(shown, compared.over)])
+        spreads += f", pooled over {pooled}, which have from {smallest:.2g} to {largest:.2g}"
     sentences = [
-        f"Two runs that differ in the {compared.blocks} alone end less than {noise.band:.2g} apart "
-        f"in 95 of 100 cases ({measure} {compared.metric}; {spreads})."
+        f"Two runs that differ in the seed alone end less than {noise.band:.2g} apart in 95 of 100 "
+        f"cases ({measure} {compared.metric}; {spreads})."
     ]
     if is_share(compared.metric):
-        sentences.append(f"{seeds_of_each(noise, differences)}.")
+        # With --over a pair has one value of those keys, and its seed: runs are counted.
+        counted = "run" if compared.over else "seed"
+        sentences.append(f"{seeds_of_each(noise, differences, counted, compared.blocks)}.")
     return sentences
 
 
-def seeds_of_each(noise: SeedNoise, differences: Sequence[float]) -> str:
-    """Return how many seeds of each configuration find these differences, in words."""
-    counts = [f"{number_of_seeds(noise.seeds(size))} for {size:g}" for size in differences]
-    pairs = "paired by seed, " if noise.paired_spread is not None else ""
+def seeds_of_each(
+    noise: SeedNoise, differences: Sequence[float], counted: str = "seed", blocks: str = "seed"
+) -> str:
+    """Return how many seeds of each configuration find these differences, in words.
+
+    counted: what is counted, if not seeds. blocks: what a pair has in common.
+    """
+    counts = [f"{number_of_seeds(noise.seeds(size), counted)} for {size:g}" for size in differences]
+    pairs = f"paired by {blocks}, " if noise.paired_spread is not None else ""
     return (
         f"To find a difference, each configuration needs {', '.join(counts)} (t-test, {pairs}"
         f"level {LEVEL}, power {POWER}, one pair alone)"
     )
 
 
-def number_of_seeds(count: int) -> str:
-    return f"more than {MOST_SEEDS} seeds" if count > MOST_SEEDS else plural(count, "seed")
+def number_of_seeds(count: int, counted: str = "seed") -> str:
+    """Return a number of seeds, or of what is counted in their place, in words."""
+    if count > MOST_SEEDS:
+        return f"more than {MOST_SEEDS} {counted}s"
+    return plural(count, counted)
 
 
 def as_numbers(noise: SeedNoise | None) -> dict[str, object] | None:

@@ -74,8 +74,9 @@ def test_the_spread_is_pooled_and_pairs_need_the_same_seeds_and_prompts():
     assert seed_noise([strata]).spread == pytest.approx(np.sqrt(2))
 
 
-def write_run(folder, loss, seed, exact_match):
+def write_run(folder, loss, seed, exact_match, rate=1e-3):
     config = {"seed": seed, "loss": {"name": loss}, "trainer": {"max_steps": 4}}
+    config["optimizer"] = {"learning_rate": rate}
     with RunDirectory(folder) as run:
         run.write_config(config, [])
         for step in range(1, 5):
@@ -114,6 +115,39 @@ def test_compare_says_the_noise_and_the_seeds_for_three_differences(tmp_path, ca
         f"each configuration needs {seeds['0.01']} seeds for 0.01, {seeds['0.02']} seeds for 0.02, "
         f"{seeds['0.05']} seeds for 0.05 (t-test, paired by seed, level 0.05, power 0.8"
     ) in shown
+
+
+def test_with_over_the_noise_is_that_of_seeds_at_each_value_of_the_key(tmp_path, capsys):
+    finals = {
+        ("grpo", 1e-3): [0.50, 0.56],
+        ("grpo", 1e-2): [0.80, 0.82],
+        ("gspo", 1e-3): [0.61, 0.66],
+        ("gspo", 1e-2): [0.85, 0.89],
+    }
+    for (loss, rate), values in finals.items():
+        for seed, value in enumerate(values):
+            write_run(tmp_path / f"{loss}-{rate}-{seed}", loss, seed, value, rate)
+    assert main(["compare", str(tmp_path), "--over", "optimizer.learning_rate"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    spreads = [np.std(values, ddof=1) for values in finals.values()]
+    spread = np.sqrt(np.mean(np.square(spreads)))
+    band = stats.t.isf(0.025, 4) * np.sqrt(2) * spread
+    assert (
+        f"Two runs that differ in the seed alone end less than {band:.2g} apart in 95 of 100 cases "
+        f"(final exact_match; their spread is {spread:.2g}, pooled over configurations and "
+        f"optimizer.learning_rate, which have from {min(spreads):.2g} to {max(spreads):.2g})."
+    ) in shown
+    changes = np.subtract(
+        [*finals["gspo", 1e-3], *finals["gspo", 1e-2]],
+        [*finals["grpo", 1e-3], *finals["grpo", 1e-2]],
+    )
+    counts = range(2, 100)
+    powers = [
+        stats.nct.sf(stats.t.isf(0.025, n - 1), n - 1, 0.05 / changes.std(ddof=1) * np.sqrt(n))
+        for n in counts
+    ]
+    needed = next(n for n, power in zip(counts, powers, strict=True) if power >= 0.8)
+    assert f"{needed} runs for 0.05 (t-test, paired by optimizer.learning_rate and seed" in shown
 
 
 def test_check_finds_seeds_from_the_runs_of_a_sweep_or_from_the_study(tmp_path, capsys):
