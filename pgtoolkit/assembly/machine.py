@@ -42,7 +42,7 @@ from pgtoolkit.tracking.settings import TrackingSettings
 from pgtoolkit.tracking.store_address import absolute_uri, experiment_of, sqlite_path
 from pgtoolkit.tracking.store_file import problem_of_store
 from pgtoolkit.tracking.wandb_settings import ignored_files, problem_of_settings
-from pgtoolkit.training.settings import Device, KernelSettings
+from pgtoolkit.training.settings import Device, KernelSettings, OptimizerSettings
 
 _SMALL_MODEL = 500_000_000
 """Weights of a model, at most, that is taken for as small as the study's."""
@@ -64,7 +64,7 @@ def check_machine(config: Config, report: Report) -> None:
         report.problems += lacking_devices(device, config.kernel)
     _check_compiler(config.model, device, report)
     _note_attention(config.model, device, report)
-    _note_learning_rate(config, report)
+    _note_learning_rate(config.model, config.optimizer, report)
     _check_processes(config.parallelism, report)
     if not report.concerns("rollout", "tracking"):
         _check_places(config.rollout, config.tracking, report)
@@ -168,14 +168,14 @@ def _note_attention(model: ModelSettings, device: Device, report: Report) -> Non
         report.note(f"PyTorch's attention takes the place of {FLASH_ATTENTION}'s: {problem}.")
 
 
-def _note_learning_rate(config: Config, report: Report) -> None:
+def _note_learning_rate(model: ModelSettings, optimizer: OptimizerSettings, report: Report) -> None:
     """Note the default learning rate of a model that is far smaller than those it suits."""
     rate = DEFAULTS["optimizer.learning_rate"]
     assert isinstance(rate, ByWeights)
-    known = sizes(config.model)
-    if known is None or known.weights > _SMALL_MODEL or config.optimizer.name != "adamw":
+    known = sizes(model)
+    if known is None or known.weights > _SMALL_MODEL or optimizer.name != "adamw":
         return
-    if config.optimizer.learning_rate == rate.trained:
+    if optimizer.learning_rate == rate.trained:
         report.note(
             f"optimizer.learning_rate={rate.trained:g} is for models of billions of weights. One "
             "of 135 million learned next to nothing by it in 240 steps, and much at ten times the "
