@@ -186,6 +186,7 @@ def test_a_folder_is_a_sequence_of_runs_that_can_be_compared(two_runs):
     assert compared.table["verdict"][0] == "base"
     assert "<table>" in compared._repr_html_()
     assert len(compared.figure().axes) == 3
+    assert [len(runs.figure(panels).axes) for panels in (None, "steps,means")] == [3, 2]
     with pytest.raises(ConfigError, match=r"^panels=3 needs names of panels: documents, steps"):
         compared.figure(3)
     with pytest.raises(ConfigError, match="no such folder"):

@@ -14,7 +14,9 @@ from pgtoolkit.model.mixture import save_published
 from pgtoolkit.model.settings import HuggingFaceModelSettings, NumberType
 from pgtoolkit.model.setup import build_policy
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_tokenizer, settings_in
+from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import listed, refusal, shell_path, text
+from pgtoolkit.system.safe_text import legible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -77,7 +79,30 @@ def write_merged(use: str, adapter: Path, folder: Path) -> None:
     for name, (a, b) in _pairs(use, adapter).items():
         _add(use, model, name, _scale(a.shape[0], settings) * (b @ a))
     save_published(model, folder)
-    _tokenizer(adapter, base).save_pretrained(folder)
+    tokenizer = _tokenizer(adapter, base)
+    tokenizer.save_pretrained(folder)
+    (folder / "README.md").write_text(_card(adapter, settings, tokenizer), encoding="utf-8")
+
+
+def _card(adapter: Path, settings: dict, tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return README.md of the whole model: what was merged, and the chat template beside it."""
+    base = str(settings["base_model_name_or_path"])
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    if not Path(base).is_absolute():
+        lines.append(f"base_model: {base}")
+    template = "None: the tokenizer has none."
+    if tokenizer.chat_template:
+        template = (
+            f"That of the tokenizer here:\n\n````jinja\n{tokenizer.get_chat_template()}\n````"
+        )
+    lines += [
+        *("---", f"# {legible(adapter.resolve().name)}", ""),
+        f"LoRA's adapters (r = {settings.get('r')}, alpha = {settings['lora_alpha']:g}) of "
+        f"{legible(base)}, added by pgtoolkit to its weights, in float32. How they were trained "
+        "is not known here.",
+        *("", "## Chat template", "", template, ""),
+    ]
+    return redact("\n".join(lines))
 
 
 def _settings(use: str, adapter: Path) -> dict:

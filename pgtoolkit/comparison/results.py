@@ -115,6 +115,14 @@ class Runs(tuple[Run, ...]):
         rows = [[textwrap.shorten(str(cell), 100) for cell in row] for row in _rows(self)]
         return legible("\n".join(aligned([_HEADER, *rows]))) if rows else "no runs"
 
+    def figure(self, panels: str | None = None) -> Figure:
+        """Return the figure of their comparison, see `Comparison.figure`."""
+        from pgtoolkit.comparison.groups import compare
+        from pgtoolkit.comparison.measures import runs_with
+
+        runs = runs_with(None, None, [str(run.path) for run in self])
+        return Comparison(compare(runs)).figure(panels)
+
     def _repr_html_(self) -> str:
         return _runs_as_html(self)
 

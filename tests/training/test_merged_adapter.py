@@ -71,6 +71,10 @@ def test_the_merged_model_computes_what_peft_computes(tmp_path, capsys, make, se
         assert (model(input_ids=TOKENS).logits - expected).abs().max() < 1e-5
     assert AutoTokenizer.from_pretrained(merged)("12")["input_ids"] == [1, 2]
     open_model(str(merged))  # as `pgtk check` does
+    card = (merged / "README.md").read_text()
+    assert "# adapter\n" in card
+    assert f"of {tmp_path}/base, added by pgtoolkit" in card
+    assert "None: the tokenizer has none." in card
 
 
 def test_a_folder_of_checkpoints_is_refused_with_the_newest(tmp_path, capsys, monkeypatch):
