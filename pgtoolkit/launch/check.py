@@ -118,9 +118,11 @@ def _name_files_of_options(sweep: Sweep) -> None:
         name = key_of(override)
         group, _, leaf = name.partition(".")
         options = sweep.config.varying.get(group, ())
-        refusals = (f"{override} needs ", f"Unknown key {name!r}")
+        unknown = f"Unknown key {name!r}"
+        refusals = (f"{override} needs ", unknown)
         refused = [run for run in sweep.runs if _begins(run, refusals)]
-        taking = [run.overrides for run in sweep.runs if not _begins(run, refusals)]
+        # Its other values are refused in the same way.
+        taking = [run.overrides for run in sweep.runs if not _begins(run, (f"{name}=", unknown))]
         takers = [
             option
             for option in options

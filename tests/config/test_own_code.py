@@ -679,8 +679,10 @@ def test_a_parameter_of_one_loss_of_a_sweep_is_answered_with_an_option_of_a_file
     assert sweep.runs[1].config.loss.options == {"softness": 0.1}
     for_one = ["loss=mine.likelihood,mine.soft_clip", "loss.softness=0.1", "tracking=none"]
     assert "For mine.soft_clip alone" in " ".join(problems(check(for_one, multirun=True)))
-    told = problems(check([both, "loss.hardness=1", "tracking=none"], multirun=True))
-    assert "my_options" not in " ".join(told)
+    for value in ("1", "1,2"):
+        told = problems(check([both, f"loss.hardness={value}", "tracking=none"], multirun=True))
+        assert told
+        assert "my_options" not in " ".join(told)
 
 
 def test_a_whole_number_is_a_value_where_the_default_is_any_number(mine):
