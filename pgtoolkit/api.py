@@ -164,7 +164,8 @@ def policy_loss(
         `top_entropy`, or a correction that a trainer has computed by itself.
     aggregation: "sample_mean", "prompt_mean" or "balanced" (need group_index, (documents,) int64),
         "token_mean", or "constant" (needs divisor, Dr. GRPO's L, arXiv 2503.20783, equation 2).
-    reducer: a function of your own in the place of an aggregation.
+    reducer: a function of your own in the place of an aggregation, which is left out. Beside it
+        aggregation="prompt_mean" says that steps hold whole groups.
     trajectory_index: (documents,) int64, not negative: documents that share a number are parts of
         one attempt at a prompt (a trajectory), which the aggregation counts once. None: each
         document is an attempt by itself.

@@ -14,7 +14,13 @@ from pgtoolkit.config.own_code import typed_key
 from pgtoolkit.config.rules.loss_terms import without_advantages, without_others
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.losses.aggregation import AGGREGATIONS, Custom, Reducer, aggregation_of
+from pgtoolkit.losses.aggregation import (
+    AGGREGATIONS,
+    Aggregation,
+    Custom,
+    Reducer,
+    aggregation_of,
+)
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.families import FAMILIES, Family
 from pgtoolkit.losses.family import configured
@@ -48,10 +54,7 @@ def loss_of(config: Config) -> Loss:
 
     Imports a family or a reducer of the user's own. Raises ConfigError where that fails.
     """
-    reducer = None
-    if config.aggregation.reducer:
-        key = typed_key("aggregation.reducer", config)
-        reducer = _imported_reducer(key, config.aggregation.reducer)
+    aggregation = _aggregation(config)
     loss = config.loss
     if isinstance(loss, CustomLossSettings):
         family = own_family(loss.path, dict(loss.options), loss.num_splits)
@@ -81,9 +84,7 @@ def loss_of(config: Config) -> Loss:
         assert family is not None  # every option of loss has a family
     return Loss(
         family=family,
-        aggregation=aggregation_of(
-            config.aggregation.mode.value, config.aggregation.divisor, reducer
-        ),
+        aggregation=aggregation,
         temperature=config.rollout.temperature,
         metrics=config.metrics.level.value,
         correction=configured(config.correction, CORRECTIONS),
@@ -92,6 +93,17 @@ def loss_of(config: Config) -> Loss:
         masks_truncated=config.rollout.truncated == Truncated.mask,
         entropy_top_fraction=config.entropy.top_fraction,
     )
+
+
+def _aggregation(config: Config) -> Aggregation:
+    """Return the aggregation; a reducer of the user's own replaces the weights of the mode, whose
+    groups stay whole."""
+    settings = config.aggregation
+    mode = settings.mode.value
+    if not settings.reducer:
+        return aggregation_of(mode, settings.divisor)
+    reducer = _imported_reducer(typed_key("aggregation.reducer", config), settings.reducer)
+    return Custom(reducer, needs_groups=AGGREGATIONS[mode].needs_groups)
 
 
 def _reads_rewards(family: Family) -> bool:

@@ -52,7 +52,7 @@ class Aggregation:
     equation: ClassVar[str]
     symbols: ClassVar[str]
     total: ClassVar[str] = "1"
-    needs_groups: ClassVar[bool] = False
+    needs_groups = False  # without an annotation, since it is a field of `Custom`
     equal_within_documents: ClassVar[bool] = True
 
     @property
@@ -256,9 +256,13 @@ def signs_of(documents: DocumentSums, advantages: Tensor, mask: Tensor) -> tuple
 
 @dataclass(frozen=True)
 class Custom(Aggregation):
-    """A reducer of the user's own; see `Reducer`."""
+    """A reducer of the user's own; see `Reducer`.
+
+    needs_groups: True if each step is to hold whole groups, as beside aggregation="prompt_mean".
+    """
 
     reducer: Reducer
+    needs_groups: bool = False
 
     name: ClassVar[str] = "custom"
     equal_within_documents: ClassVar[bool] = False
@@ -322,7 +326,8 @@ def aggregation_of(
     """Return the aggregation of this name, or the reducer in its place.
 
     Raises ValueError for an unknown name, for a divisor of `constant` that is not finite and
-    positive, and for a divisor of the others, which would have no effect.
+    positive, and for a divisor of the others, or a mode beside a reducer, which would have no
+    effect. The default mode stands for none there, and "prompt_mean" for whole groups.
     """
     if not isinstance(mode, str):
         name = getattr(mode, "name", None)
@@ -336,13 +341,24 @@ def aggregation_of(
             f"divisor={shown(divisor)} has no effect with aggregation={mode!r}; it belongs to "
             "'constant'"
         )
-    if reducer is not None and divisor is None:
-        return Custom(reducer)
+    if reducer is not None:
+        return _beside_mode(reducer, mode)
     if mode != "constant":
         return AGGREGATIONS[mode]()
     check_positive("divisor", divisor, _NEEDS_DIVISOR)
     assert divisor is not None
-    return Constant(divisor) if reducer is None else Custom(reducer)
+    return Constant(divisor)
+
+
+def _beside_mode(reducer: Reducer, mode: str) -> Custom:
+    """Return the aggregation of a reducer; raises ValueError for a mode that it replaces."""
+    if mode not in ("sample_mean", "prompt_mean"):
+        raise ValueError(
+            f"aggregation={mode!r} has no effect beside reducer=, which returns the weights in its "
+            "place. Use reducer= alone, or aggregation='prompt_mean' beside it for whole groups in "
+            "each step"
+        )
+    return Custom(reducer, needs_groups=mode == "prompt_mean")
 
 
 def _beside(counts: Tensor, other: Tensor) -> Tensor:

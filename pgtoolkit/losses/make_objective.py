@@ -316,8 +316,10 @@ def _check_groups(tokens: Tokens, totals: StepTotals | None, loss: Loss) -> None
     counts_groups = totals is None or totals.tokens_per_group is not None
     aggregation = loss.aggregation
     name = f"aggregation={aggregation.name!r}"
-    if aggregation.by_sign and isinstance(aggregation, Custom):
-        name = "a reducer that asks for totals by sign"
+    if isinstance(aggregation, Custom):
+        name = "reducer= beside aggregation='prompt_mean'"
+        if aggregation.by_sign:
+            name = "a reducer that asks for totals by sign"
     if aggregation.needs_groups or aggregation.by_sign:
         if tokens.group_index is None:
             raise ValueError(f"{name} needs group_index, each document's group (got None)")

@@ -425,6 +425,12 @@ def test_check_names_the_imports_and_puts_the_paths_into_the_equation(mine, caps
     assert equation(beside)[0].startswith("gspo, prompt_mean: ")
 
 
+def test_prompt_mean_beside_a_reducer_keeps_groups_whole(mine):
+    for mode, are_whole in (("prompt_mean", True), ("token_mean", False)):
+        words = [f"aggregation={mode}", "aggregation.reducer=mine.halves"]
+        assert loss_of(compose(words).config).needs_whole_groups == are_whole
+
+
 @pytest.mark.parametrize(
     ("words", "is_read"),
     [

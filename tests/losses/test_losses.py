@@ -262,9 +262,7 @@ def test_a_reducer_replaces_the_aggregation():
     def one_over_all_positions(totals: StepTotals, *, mask: Tensor, **_: object) -> Tensor:
         return torch.full(mask.shape, 1 / len(mask))
 
-    out = policy_loss(
-        *case.tensors, loss="grpo", aggregation="token_mean", reducer=one_over_all_positions
-    )
+    out = policy_loss(*case.tensors, loss="grpo", reducer=one_over_all_positions)
     token_mean = policy_loss(*case.tensors, loss="grpo", aggregation="token_mean")
     share = int((case.labels >= 0).sum()) / len(case.labels)
     assert float(out.loss) == pytest.approx(share * float(token_mean.loss), rel=1e-6)
@@ -274,6 +272,23 @@ def test_a_reducer_replaces_the_aggregation():
         )
     with pytest.raises(ValueError, match="one weight per token"):
         policy_loss(*case.tensors, reducer=lambda totals, *, mask, **_: torch.ones(3))
+
+
+def test_beside_a_reducer_prompt_mean_says_that_steps_hold_whole_groups_and_other_modes_nothing():
+    case = make_case()
+
+    def half(totals: StepTotals, *, mask: Tensor, **_: object) -> Tensor:
+        return torch.full(mask.shape, 0.5)
+
+    alone = policy_loss(*case.tensors, loss="grpo", reducer=half)
+    beside = {"loss": "grpo", "aggregation": "prompt_mean", "reducer": half}
+    in_groups = policy_loss(*case.tensors, **beside, group_index=case.group_index)
+    assert in_groups.loss == alone.loss
+    with pytest.raises(ValueError, match=r"^reducer= beside .* needs group_index"):
+        policy_loss(*case.tensors, **beside)
+    for mode in ("token_mean", "balanced", "constant"):
+        with pytest.raises(ValueError, match=f"^aggregation='{mode}' has no effect beside reduc"):
+            policy_loss(*case.tensors, loss="grpo", aggregation=mode, reducer=half)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
