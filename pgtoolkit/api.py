@@ -178,7 +178,8 @@ def policy_loss(
     correction: a factor without gradient on each token's loss, for the gap between the sampler's
         log-probs and old_log_probs: a name (a key of pgtoolkit.corrections.CORRECTIONS) with its
         defaults, or an object such as pgtoolkit.corrections.TokenMask(low=0.2). It needs
-        sampling_log_probs; "off_policy_mask" takes old_log_probs where there are none.
+        sampling_log_probs; "off_policy_mask" takes old_log_probs where there are none, and reads
+        none where there are sampling_log_probs.
     sampling_log_probs: (T,) floating, as the sampler gave them, read only where trained. Their
         distance from old_log_probs is among the basic metrics.
     sampling_top_ids, sampling_top_log_probs: (T, k) integers and floating, for score centering (a
@@ -243,8 +244,8 @@ def policy_loss(
         entropy_coefficient,
         kl,
     )
-    arguments.check_sampling(definition, sampling_log_probs)
-    arguments.check_reference(definition, ref_log_probs, ref_logits=ref_logits)
+    arguments.check_sampling(definition, sampling_log_probs, coefficients)
+    arguments.check_reference(definition, ref_log_probs, coefficients, ref_logits=ref_logits)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_name("impl", impl, ("auto", *IMPLEMENTATIONS, "reference"))
     check_switches(check_finite=check_finite, overwrite_logits=overwrite_logits)
@@ -257,7 +258,9 @@ def policy_loss(
             "ref_logits", ref_logits, logits, shape, f"the shape of logits, {shape}"
         )
     arguments.check_ranks(ranks, impl, num_documents)
-    old_log_probs = arguments.old_or_zeros("logits", logits, definition, old_log_probs)
+    old_log_probs = arguments.old_or_zeros(
+        "logits", logits, definition, old_log_probs, sampling_log_probs
+    )
     vectors = labels, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     top = arguments.check_top(definition, sampling_top_ids, sampling_top_log_probs)
     tokens = arguments.tokens_of(
@@ -369,10 +372,11 @@ def linear_policy_loss(
         entropy_coefficient,
         kl,
     )
-    arguments.check_sampling(definition, sampling_log_probs)
+    arguments.check_sampling(definition, sampling_log_probs, coefficients)
     arguments.check_reference(
         definition,
         ref_log_probs,
+        coefficients,
         ref_hidden=ref_hidden,
         ref_lm_head_weight=ref_lm_head_weight,
         ref_bias=ref_bias,
@@ -391,7 +395,9 @@ def linear_policy_loss(
     arguments.check_rows("hidden", hidden)
     arguments.check_head(hidden, head, definition, method)
     arguments.check_ranks(ranks, impl, num_documents)
-    old_log_probs = arguments.old_or_zeros("hidden", hidden, definition, old_log_probs)
+    old_log_probs = arguments.old_or_zeros(
+        "hidden", hidden, definition, old_log_probs, sampling_log_probs
+    )
     vectors = labels, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     top = arguments.check_top(definition, sampling_top_ids, sampling_top_log_probs)
     indices = group_index, trajectory_index
@@ -456,18 +462,21 @@ def log_prob_loss(
     check_switches(check_finite=check_finite)
     arguments.check_rewards(definition, rewards)
     arguments.check_coefficients(definition, coefficients)
-    old_log_probs = arguments.old_or_zeros("log_probs", log_probs, definition, old_log_probs)
+    old_log_probs = arguments.old_or_zeros(
+        "log_probs", log_probs, definition, old_log_probs, sampling_log_probs
+    )
     vectors = old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     indices = group_index, trajectory_index
     tokens = _tokens_of_log_probs(
         log_probs,
         mask,
-        (*vectors, factors, coefficients),
+        (*vectors, factors),
         num_documents,
         indices,
         totals,
         definition,
         rewards,
+        coefficients,
     )
     return loss_of_log_probs(log_probs, tokens, totals, definition, Ranks(), check_finite)
 
@@ -540,7 +549,9 @@ def step_coefficients(
     )
     check_switches(check_finite=check_finite)
     arguments.check_rewards(definition, rewards)
-    old_log_probs = arguments.old_or_zeros("log_probs", log_probs, definition, old_log_probs)
+    old_log_probs = arguments.old_or_zeros(
+        "log_probs", log_probs, definition, old_log_probs, sampling_log_probs
+    )
     vectors = old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     tokens = _tokens_of_log_probs(
         log_probs,
@@ -572,10 +583,11 @@ def _tokens_of_log_probs(
     totals: StepTotals | None,
     loss: Loss,
     rewards: Array | None,
+    coefficients: Array | None = None,
 ) -> Tokens:
     """Return the tokens of log-probs that the caller has computed.
 
-    vectors: those of `arguments.VECTORS` after the labels.
+    vectors: those of `arguments.VECTORS` after the labels, up to the factors.
     """
     if loss.metrics == "with_entropy":
         raise ValueError("metrics='with_entropy' needs logits; use 'basic' with log-probs")
@@ -587,9 +599,10 @@ def _tokens_of_log_probs(
         raise ValueError(
             f"log_probs needs one floating number per token (got {shown(log_probs)}){use}"
         )
-    arguments.check_sampling(loss, vectors[3])
-    arguments.check_reference(loss, vectors[4])
+    arguments.check_sampling(loss, vectors[3], coefficients)
+    arguments.check_reference(loss, vectors[4], coefficients)
     labels = mask_of_tokens(mask, log_probs).long() - 1
+    vectors = labels, *vectors, coefficients
     return arguments.tokens_of(
-        "log_probs", log_probs, (labels, *vectors), num_documents, indices, totals, rewards=rewards
+        "log_probs", log_probs, vectors, num_documents, indices, totals, rewards=rewards
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -157,14 +158,25 @@ _OF_ITSELF = {
 """Model's output -> the old log-probs of a policy that trains on its own samples."""
 
 
-def old_or_zeros(name: str, rows: Tensor, loss: Loss, old_log_probs: Array | None) -> Array | None:
+def old_or_zeros(
+    name: str,
+    rows: Tensor,
+    loss: Loss,
+    old_log_probs: Array | None,
+    sampling_log_probs: Array | None,
+) -> Array | None:
     """Return the old log-probs; zeros where there are none, and nothing reads them.
 
-    name: the keyword of rows, the model's output. Raises ValueError where something reads them.
+    name: the keyword of rows, the model's output. sampling_log_probs: those that a correction
+        `of_policy` compares the new ones with in their place.
+    Raises ValueError where something reads them.
     """
     if old_log_probs is not None:
         return old_log_probs
+    correction = loss.correction
     reader = loss.reader_of_old_log_probs
+    if correction is not None and correction.of_policy and sampling_log_probs is not None:
+        reader = replace(loss, correction=None).reader_of_old_log_probs
     if reader is not None:
         of_logits = "logits.detach()"
         if loss.temperature != 1:
@@ -182,9 +194,14 @@ def old_or_zeros(name: str, rows: Tensor, loss: Loss, old_log_probs: Array | Non
     return rows.new_zeros(len(rows)) if isinstance(rows, Tensor) and rows.dim() else None
 
 
-def check_sampling(loss: Loss, sampling_log_probs: Array | None) -> None:
-    """Raise ValueError for log-probs of the sampler that have no effect."""
-    has_effect = loss.correction is not None or loss.metrics != "none"
+def check_sampling(
+    loss: Loss, sampling_log_probs: Array | None, coefficients: Array | None
+) -> None:
+    """Raise ValueError for log-probs of the sampler that have no effect.
+
+    Beside coefficients they may have had one in the first pass, which takes the same arguments.
+    """
+    has_effect = loss.correction is not None or loss.metrics != "none" or coefficients is not None
     if sampling_log_probs is not None and not has_effect and not _asks(loss, "sampling_log_probs"):
         raise ValueError(
             "sampling_log_probs has no effect without a correction and with metrics='none'. Use "
@@ -198,9 +215,15 @@ def _asks(loss: Loss, name: str) -> bool:
     return isinstance(loss.family, FunctionFamily) and name in loss.family.asked
 
 
-def check_reference(loss: Loss, ref_log_probs: Array | None, **of_rows: Tensor | None) -> None:
+def check_reference(
+    loss: Loss,
+    ref_log_probs: Array | None,
+    coefficients: Array | None,
+    **of_rows: Tensor | None,
+) -> None:
     """Raise ValueError for a penalty without its reference, and for a reference that has no effect.
 
+    coefficients: as for `check_sampling`.
     of_rows: by keyword, the inputs that a full KL reads in the place of ref_log_probs; ref_bias may
         be missing.
     """
@@ -219,8 +242,8 @@ def check_reference(loss: Loss, ref_log_probs: Array | None, **of_rows: Tensor |
         raise ValueError(
             "kl needs ref_log_probs, the log-probs of the labels under the reference (got None)"
         )
-    has_effect = kl is not None or loss.metrics != "none" or _asks(loss, "ref_log_probs")
-    if ref_log_probs is not None and not has_effect:
+    has_effect = kl is not None or loss.metrics != "none" or coefficients is not None
+    if ref_log_probs is not None and not has_effect and not _asks(loss, "ref_log_probs"):
         raise ValueError(
             "ref_log_probs has no effect without kl and with metrics='none'; they give the metric "
             "kl_ref"

@@ -139,6 +139,26 @@ def test_off_policy_mask_drops_documents_of_negative_advantage_beyond_the_thresh
         assert metrics["correction_outside_fraction"] == pytest.approx((not kept) / 3)
 
 
+def test_off_policy_mask_reads_no_old_log_probs_beside_those_of_the_sampler():
+    sampled = torch.full((8,), -1.0, dtype=torch.float64)
+    behind = torch.tensor([0.1, 0.6, 0.3, 0.4, 0.5, 0.7, 0.7, 0.5], dtype=torch.float64)
+    for threshold, kept in ((0.6, 1), (0.5, 0)):
+        new = (sampled - behind).requires_grad_()
+        log_prob_loss(
+            new,
+            None,
+            ADVANTAGES,
+            torch.tensor([0, 0, 0, 1, 1, 1, 2, 2]),
+            torch.ones(8),
+            loss="reinforce",
+            aggregation="token_mean",
+            correction=corrections.OffPolicyMask(threshold=threshold),
+            sampling_log_probs=sampled,
+        ).loss.backward()
+        rho = torch.tensor([1, 1, 1, kept, kept, kept, 1, 1])
+        torch.testing.assert_close(new.grad, -rho * ADVANTAGES / 8)
+
+
 @pytest.mark.parametrize(
     "kind", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 )

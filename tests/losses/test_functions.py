@@ -1022,6 +1022,19 @@ def test_log_probs_of_a_sampler_or_a_reference_that_nothing_reads_are_refused():
     assert by_sampler.loss.item() == by_reference.loss.item() == pytest.approx(0.1, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["sampling_log_probs", "ref_log_probs"])
+def test_the_second_pass_takes_what_the_first_one_has_measured(name):
+    log_probs, old, advantages, index, mask = two_documents()
+    rest = old, advantages, index, mask
+    options = {"loss": "tpo", "rewards": torch.tensor([0.0, 1.0], dtype=torch.float64), name: old}
+    options["group_index"] = torch.tensor([0, 0])
+    made = step_coefficients(log_probs, *rest, **options, metrics="basic")
+    leaf = log_probs.detach().requires_grad_()
+    log_prob_loss(leaf, *rest, **options, coefficients=made.coefficients).loss.backward()
+    assert_close(leaf.grad, made.coefficients.float())
+    assert made.coefficients.abs().min() > 0
+
+
 @pytest.mark.parametrize(
     ("num_empty", "message"),
     [
