@@ -580,11 +580,13 @@ def test_picture_has_an_interval_for_each_configuration_and_is_the_same_when_dra
 def many(compared: Compared, count: int) -> Compared:
     """Return the comparison with this number of configurations, of long names."""
     groups = [
-        replace(compared.groups[n % 2], label=f"gspo, prompt_mean, optimizer {n}")
+        replace(compared.groups[2 * n // count], label=f"gspo, prompt_mean, optimizer {n}")
         for n in range(count)
     ]
     result = replace(compared, groups=groups)
-    result.comparisons.samples = [compared.comparisons.samples[n % 2] for n in range(count)]
+    result.comparisons.samples = [
+        compared.comparisons.samples[2 * n // count] for n in range(count)
+    ]
     return result
 
 
@@ -639,13 +641,11 @@ def test_a_figure_is_a_column_or_a_page_wide_and_its_words_overlap_nowhere(
         assert lower < 1 or min(one.y1, other.y1) - max(one.y0, other.y0) < 1
     marks = [line for line in figure.findobj(Line2D) if line.get_gid() == "bound"]
     assert len(marks) == (count / 2 if panels != "steps" else 0)  # grpo has a seed that never came
-    boxes = [extent_of_mark(mark) for mark in marks] + [
-        line.get_window_extent()
-        for axes in figure.axes
-        for line in axes.lines
-        if (line.get_gid() or "").startswith("interval")
-    ]
+    boxes = [extent_of_mark(mark) for mark in marks]
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    beside = [line for mark in marks[:1] for line in mark.axes.lines if line not in marks]
+    points = [line.get_window_extent() for line in beside]
+    assert not any(mark.overlaps(point) for mark, point in itertools.product(boxes, points))
     heights = [axes.get_position().height * figure.get_figheight() for axes in figure.axes]
     assert min(heights) > (0.25 if panels == "means" else 1.2)
 
