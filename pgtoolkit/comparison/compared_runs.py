@@ -141,6 +141,11 @@ class Compared:
         return " and ".join([*map(shown, self.over), "seed"])
 
     @property
+    def counted(self) -> str:
+        """What a configuration has several of: seeds, or runs where each seed may have several."""
+        return "runs" if self.over else "seeds"
+
+    @property
     def sign(self) -> int:
         """1 where a higher tested value is better, -1 where a lower one is, 0 where the metric's
         name does not tell."""

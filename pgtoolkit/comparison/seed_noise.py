@@ -127,8 +127,7 @@ def noise_sentences(
         f"cases ({measure} {compared.metric}; {spreads})."
     ]
     if is_share(compared.metric):
-        # With --over a pair has one value of those keys, and its seed: runs are counted.
-        counted = "run" if compared.over else "seed"
+        counted = compared.counted.removesuffix("s")
         sentences.append(f"{seeds_of_each(noise, differences, counted, compared.blocks)}.")
     return sentences
 

@@ -160,7 +160,7 @@ def definitions(compared: Compared) -> list[str]:
         )
     if compared.by_documents:
         sentences.append(
-            f"reached: seeds that came to {_threshold(compared)}. documents, tokens, seconds: "
+            f"reached: {compared.counted} that came to {_threshold(compared)}. documents, tokens, seconds: "
             f"what that took; {DOCUMENTS_COUNTED}."
         )
         sentences += _definition_of_a_bound(compared)
@@ -302,7 +302,7 @@ def worth(compared: Compared, pairs: list[Comparison]) -> list[str]:
         sentences += [
             f"{more}: the probability that one run is {more} than one of the other side (arXiv "
             f"2108.13264). {UNKNOWN}",
-            f"seeds: of each, that this pair alone would need for a t-test (level {LEVEL}, power "
+            f"{compared.counted}: of each, that this pair alone would need for a t-test (level {LEVEL}, power "
             f"{POWER}), were the difference and the spread as seen and the values normal (arXiv "
             "1806.08295).",
         ]
@@ -393,7 +393,7 @@ def difference_rows(compared: Compared, pairs: list[Comparison]) -> list[list[st
         "difference",
         "interval",
         "p",
-        "seeds",
+        compared.counted,
         _more(compared),
         *equal,
         "test",
@@ -532,7 +532,7 @@ def group_rows(compared: Compared) -> list[list[str]]:
     if compared.by_documents:
         header += ["reached", *(AXES[axis] for axis in compared.axes)]
     else:
-        header.append("seeds")
+        header.append(compared.counted)
     if compared.goal.chosen:
         header.append("IQM")
     rows = [[*header, "mean", "final"]]

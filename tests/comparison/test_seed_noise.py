@@ -147,6 +147,7 @@ def test_with_over_the_noise_is_that_of_seeds_at_each_value_of_the_key(tmp_path,
         for n in counts
     ]
     needed = next(n for n, power in zip(counts, powers, strict=True) if power >= 0.8)
+    assert "loss runs mean final" in shown
     assert f"{needed} runs for 0.05 (t-test, paired by optimizer.learning_rate and seed" in shown
 
 
