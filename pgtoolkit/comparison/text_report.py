@@ -160,8 +160,8 @@ def definitions(compared: Compared) -> list[str]:
         )
     if compared.by_documents:
         sentences.append(
-            f"reached: {compared.counted} that came to {_threshold(compared)}. documents, tokens, seconds: "
-            f"what that took; {DOCUMENTS_COUNTED}."
+            f"reached: {compared.counted} that came to {_threshold(compared)}. documents, tokens, "
+            f"seconds: what that took; {DOCUMENTS_COUNTED}."
         )
         sentences += _definition_of_a_bound(compared)
     elif is_score(metric) and not goal.chosen:
@@ -302,9 +302,9 @@ def worth(compared: Compared, pairs: list[Comparison]) -> list[str]:
         sentences += [
             f"{more}: the probability that one run is {more} than one of the other side (arXiv "
             f"2108.13264). {UNKNOWN}",
-            f"{compared.counted}: of each, that this pair alone would need for a t-test (level {LEVEL}, power "
-            f"{POWER}), were the difference and the spread as seen and the values normal (arXiv "
-            "1806.08295).",
+            f"{compared.counted}: of each, that this pair alone would need for a t-test (level "
+            f"{LEVEL}, power {POWER}), were the difference and the spread as seen and the values "
+            "normal (arXiv 1806.08295).",
         ]
     if compared.margin is not None and any(pair.equal_p is not None for pair in pairs):
         sentences.append(

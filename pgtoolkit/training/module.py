@@ -32,7 +32,7 @@ from pgtoolkit.losses.trial import check_on_step, has_own_code
 from pgtoolkit.model import rowwise
 from pgtoolkit.model.attention import local_tokens
 from pgtoolkit.model.kept_layers import KeepsByMemory
-from pgtoolkit.model.lora import without_adapters
+from pgtoolkit.model.lora import adapted_layers, without_adapters
 from pgtoolkit.model.policy import Policy, named_weights
 from pgtoolkit.ranks.collectives import local
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
@@ -139,6 +139,7 @@ class PolicyGradientModule(DynamicAccumulation):
             check_whole("reference_every", reference_every, 1)
         check_fraction("reference_rate", reference_rate)
         _check_moves(policy, reference, reference_every, reference_rate)
+        _check_reference(policy, reference)
         super().__init__(layout, optimizer.max_grad_norm, max_bad_steps)
         self.policy = policy
         self.model = policy.model  # as an attribute, so that Lightning moves it to the device
@@ -762,6 +763,12 @@ class PolicyGradientModule(DynamicAccumulation):
         return replace(head, fp32_logits=self.policy.fp32_lm_head)
 
 
+_COPY = (
+    "reference=dataclasses.replace(policy, model=copy.deepcopy(policy.model).requires_grad_(False))"
+)
+"""What to write for a reference of the policy's own weights."""
+
+
 def _check_loss(
     loss: Loss, computation: Computation, reference: Policy | None, layout: Layout
 ) -> None:
@@ -802,10 +809,18 @@ def _check_moves(policy: Policy, reference: Policy | None, every: int | None, ra
         got = "None" if reference is None else "the policy itself"
         raise ValueError(
             f"reference_every={every} needs reference=, a policy with weights of its own (got "
-            f"{got}). Use reference=dataclasses.replace(policy, "
-            "model=copy.deepcopy(policy.model).requires_grad_(False)), made before the policy is "
-            "trained"
+            f"{got}). Use {_COPY}, made before the policy is trained"
         )
+
+
+def _check_reference(policy: Policy, reference: Policy | None) -> None:
+    """Raise ValueError for a reference that is trained itself."""
+    if reference is None or reference.model is not policy.model or adapted_layers(policy.model):
+        return
+    raise ValueError(
+        "reference needs weights of its own (got the model of the policy, which has no adapters): "
+        f"the distance from it would always be 0. Use {_COPY}, made before the policy is trained"
+    )
 
 
 def _sets_the_rate(got: str, needs: str) -> str:

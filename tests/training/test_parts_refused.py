@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from builders.documents import document_of
+from transformers import PreTrainedModel
 
 from pgtoolkit import corrections
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
@@ -19,8 +20,9 @@ from pgtoolkit.losses.adaptive_kl import AdaptiveKL
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
+from pgtoolkit.model.lora import add_adapters
 from pgtoolkit.model.policy import Policy
-from pgtoolkit.model.settings import TinyModelSettings
+from pgtoolkit.model.settings import HuggingFaceModelSettings, TinyModelSettings
 from pgtoolkit.model.setup import build_policy
 from pgtoolkit.ranks.environment import AXES
 from pgtoolkit.ranks.layout import Layout
@@ -122,6 +124,18 @@ def test_a_reference_that_is_the_policy_itself_cannot_move(policy):
     typed = str(refused.value).partition("Use reference=")[2].partition(", made before")[0]
     names = {"policy": policy, "copy": copy, "dataclasses": dataclasses}
     module_of(policy, reference=eval(typed, names), reference_every=2)
+
+
+def test_a_reference_with_the_weights_that_are_trained_is_refused(policy):
+    """Its distance was 0 in every step. Of a policy with adapters it is the policy without them."""
+    for reference in (policy, dataclasses.replace(policy)):
+        with pytest.raises(ValueError, match=r"^reference needs weights of its own .* Use ref"):
+            module_of(policy, reference=reference)
+    adapted = dataclasses.replace(policy, model=copy.deepcopy(policy.model))
+    assert isinstance(adapted.model, PreTrainedModel)
+    lora = HuggingFaceModelSettings(path=".", lora_rank=2, lora_targets=["c_attn"])
+    add_adapters(adapted.model, lora)
+    module_of(adapted, reference=adapted)
 
 
 def test_a_pipeline_has_neither_metrics_nor_a_reference(policy):
