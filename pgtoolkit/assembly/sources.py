@@ -167,6 +167,7 @@ def _sampled_rollouts(
             "completions are sampled."
         )
     has_critic = config.advantage.estimator == AdvantageEstimator.gae
+    penalty = penalty_on_rewards(config.kl)
     return SampledRollouts(
         tokenized,
         sampler,
@@ -177,8 +178,8 @@ def _sampled_rollouts(
         config.seed,
         module.layout,
         folder,
-        penalty=penalty_on_rewards(config.kl),
-        adaptive_kl=module.adaptive_kl,
+        penalty=penalty,
+        adaptive_kl=None if penalty is None else module.adaptive_kl,
         reference_every=config.kl.update_every,
         gae=config.advantage if has_critic else None,
         correction=module.loss.correction,
