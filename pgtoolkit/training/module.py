@@ -288,6 +288,7 @@ class PolicyGradientModule(DynamicAccumulation):
         self._check_sampling_log_probs(step)
         self._check_ref_log_probs(step)
         self._check_above_0(step)
+        self._check_adaptive_kl(step)
         self.take_kl_coefficient()
         step = with_signs(step, self.loss, self.layout)
         updates_before = self.num_updates
@@ -758,6 +759,28 @@ class PolicyGradientModule(DynamicAccumulation):
                 f"(got none of {without[0]}). A penalty is the distance from a reference. Use "
                 "PolicyGradientModule(..., reference=...), with a policy whose weights stay."
             )
+
+    def _check_adaptive_kl(self, step: Step) -> None:
+        """Raise ConfigError for a coefficient of a penalty that neither the loss nor the rewards
+        of any document of the step have."""
+        if self.adaptive_kl is None or self.loss.kl is not None or not step.documents:
+            return
+        for document in step.documents:
+            # A penalty on rewards leaves those of failed scores, of which it still knows the
+            # reference's log-probs.
+            is_failed = document.reward is None and document.ref_log_probs is not None
+            if document.kl_reward is not None or is_failed:
+                return
+        raise ConfigError(
+            refusal(
+                setting="adaptive_kl",
+                needs="a penalty, whose coefficient it is",
+                got="a loss with kl=None, and documents without kl_reward",
+                reason="Nothing would have that coefficient.",
+                use="Loss(..., kl=KL('k3', coefficient=...), metrics='basic'), documents whose "
+                "rewards have the penalty kl_reward, or adaptive_kl=None",
+            )
+        )
 
     def _with_precision(self, head: LMHead) -> LMHead:
         return replace(head, fp32_logits=self.policy.fp32_lm_head)

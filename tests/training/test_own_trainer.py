@@ -3,6 +3,7 @@ Trainer must leave to it."""
 
 import csv
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -208,10 +209,27 @@ def test_an_adaptive_coefficient_of_python_is_that_of_the_loss_and_moves():
 
 @pytest.mark.parametrize(("kind", "metrics"), [("full_reverse", "basic"), ("k3", "none")])
 def test_an_adaptive_coefficient_that_nothing_would_move_is_refused(kind, metrics):
-    module = make_module(kl=KL(kind, 0.1), metrics=metrics)
+    reference = build_policy(TinyModelSettings(), alphabet="0123456789=", on_gpu=False)
+    module = make_module(kl=KL(kind, 0.1), metrics=metrics, reference=reference)
     module.adaptive_kl = AdaptiveKL(0.01, 10, 0.1)
     with pytest.raises(ConfigError, match=r"^adaptive_kl needs .*kl=KL\('k3', \.\.\.\), metrics="):
         module.take_step(next(iter(steps())))
+
+
+def test_an_adaptive_coefficient_of_no_penalty_is_refused():
+    """A penalty on rewards is seen by the documents, those of failed scores among them."""
+    module = make_module()
+    module.adaptive_kl = AdaptiveKL(0.01, 10, 0.1)
+    step = next(iter(steps()))
+    for known in ({}, {"reward": None}, {"ref_log_probs": torch.zeros(2)}):
+        step.documents[:] = [replace(document, **known) for document in step.documents]
+        with pytest.raises(ConfigError, match=r"^adaptive_kl needs a penalty.*kl=KL\('k3'"):
+            module.take_step(step)
+        step = next(iter(steps()))
+    for of_rewards in ({"kl_reward": -0.5}, {"reward": None, "ref_log_probs": torch.zeros(2)}):
+        step.documents[-1] = replace(step.documents[-1], **of_rewards)
+        module._check_adaptive_kl(step)
+        step = next(iter(steps()))
 
 
 @pytest.mark.filterwarnings("ignore")
