@@ -42,6 +42,7 @@ from pgtoolkit.system.process_state import ProcessState
 from pgtoolkit.system.report import nearest, refusal, text
 from pgtoolkit.system.safe_text import shortened
 from pgtoolkit.training.loss_settings import (
+    AggregationSettings,
     CustomLossSettings,
     KLKind,
     KLPlace,
@@ -54,7 +55,8 @@ def loss_of(config: Config) -> Loss:
 
     Imports a family or a reducer of the user's own. Raises ConfigError where that fails.
     """
-    aggregation = _aggregation(config)
+    reducer_key = typed_key("aggregation.reducer", config)
+    aggregation = _aggregation(config.aggregation, reducer_key)
     loss = config.loss
     if isinstance(loss, CustomLossSettings):
         family = own_family(loss.path, dict(loss.options), loss.num_splits)
@@ -95,14 +97,13 @@ def loss_of(config: Config) -> Loss:
     )
 
 
-def _aggregation(config: Config) -> Aggregation:
+def _aggregation(settings: AggregationSettings, reducer_key: str) -> Aggregation:
     """Return the aggregation; a reducer of the user's own replaces the weights of the mode, whose
-    groups stay whole."""
-    settings = config.aggregation
+    groups stay whole. reducer_key: the key that the user has typed for it."""
     mode = settings.mode.value
     if not settings.reducer:
         return aggregation_of(mode, settings.divisor)
-    reducer = _imported_reducer(typed_key("aggregation.reducer", config), settings.reducer)
+    reducer = _imported_reducer(reducer_key, settings.reducer)
     return Custom(reducer, needs_groups=AGGREGATIONS[mode].needs_groups)
 
 

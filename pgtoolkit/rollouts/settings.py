@@ -11,6 +11,7 @@ from pgtoolkit.sampling.settings import SamplingSettings
 from pgtoolkit.system.declared import (
     REQUIRED,
     Alters,
+    Bounded,
     Declared,
     Dictionary,
     Needed,
@@ -82,8 +83,15 @@ class RolloutSettings(Settings):
         return SamplingSettings(self.max_completion_length, self.temperature)
 
 
+OVERLONG_BUFFER = Bounded(
+    "overlong_buffer", "max_completion_length", because="It is the last part of a completion."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyRolloutSettings(RolloutSettings):
+    bounded = (OVERLONG_BUFFER,)
+
     name: Literal["policy"] = chosen("policy", fixed=POSITION, alters=Alters.prompts)
     prompts_per_batch: int = key(
         default=32,

@@ -176,6 +176,19 @@ class Needed:
     use: str = ""
 
 
+@dataclass(frozen=True)
+class Bounded:
+    """A key that is at most another number of its settings, unless it is None.
+
+    name, bound: the fields of both.
+    because: the reason, in one sentence.
+    """
+
+    name: str
+    bound: str
+    because: str
+
+
 class Needs(TypedDict, total=False):
     """A condition that several keys share; see `Key`."""
 
@@ -299,10 +312,12 @@ class Settings:
 
     A configuration makes them by `unchecked`, since it refuses all of its values together.
     needed: conditions between their keys.
+    bounded: the keys that are at most another one.
     of_runs: keys that a run alone reads. Conditions on them do not count in Python.
     """
 
     needed: ClassVar[tuple[Needed, ...]] = ()
+    bounded: ClassVar[tuple[Bounded, ...]] = ()
     of_runs: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
@@ -311,6 +326,7 @@ class Settings:
         self.check_values()
         _check_effects(self)
         _check_needed(self)
+        _check_bounded(self)
 
     def check_values(self) -> None:
         """Raise ValueError for a value of another type, or beyond its range or its names.
@@ -377,6 +393,19 @@ def _check_needed(settings: Settings) -> None:
             f"(got {_got(settings, row.needs)}). {row.because} Use "
             f"{_in_python(kind, row.use or row.needs)}."
         )
+
+
+def _check_bounded(settings: Settings) -> None:
+    """Raise ValueError for a number above the one that it is at most."""
+    for row in settings.bounded:
+        value = getattr(settings, row.name)
+        bound = getattr(settings, row.bound)
+        if value is not None and value > bound:
+            raise ValueError(
+                f"{type(settings).__name__}({row.name}={_typed(value)}) needs at most "
+                f"{row.bound}={_typed(bound)} (got {_typed(value)}). {row.because} Use "
+                f"{row.name}={_typed(bound)}, or leave it out."
+            )
 
 
 def _default_of(declared: Field) -> object:

@@ -9,6 +9,7 @@ from enum import StrEnum
 from pgtoolkit.system.declared import (
     Alters,
     AutoOrBool,
+    Bounded,
     Declared,
     Dictionary,
     Needed,
@@ -123,9 +124,13 @@ OPTIMIZER_PATH = Needed(
 )
 
 
+LEAST_RATE = Bounded("min_learning_rate", "learning_rate", because="A schedule falls to it.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(Settings):
     needed = (OPTIMIZER_PATH,)
+    bounded = (LEAST_RATE,)
 
     name: OptimizerName = key(
         default=OptimizerName.adamw,

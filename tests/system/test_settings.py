@@ -117,6 +117,15 @@ REFUSED = [
         "min_learning_rate out.",
     ),
     (
+        lambda: OptimizerSettings(learning_rate=1e-3, min_learning_rate=1.0, schedule="cosine"),
+        "OptimizerSettings(min_learning_rate=1.0) needs at most learning_rate=0.001 (got 1.0). A "
+        "schedule falls to it. Use min_learning_rate=0.001, or leave it out.",
+    ),
+    (
+        lambda: PolicyRolloutSettings(max_completion_length=7, overlong_buffer=8),
+        "PolicyRolloutSettings(overlong_buffer=8) needs at most max_completion_length=7 (got 8).",
+    ),
+    (
         lambda: OptimizerSettings(learning_rate=1e-3, name="custom"),
         "OptimizerSettings(name='custom') needs path other than None (got path=None). The class at "
         "that path is the optimizer. Use path='torch.optim.RMSprop'.",

@@ -14,9 +14,10 @@ from pgtoolkit.model.misfits import cannot_share, cannot_update_by_muon, unknown
 from pgtoolkit.model.settings import HuggingFaceModelSettings, TinyModelSettings
 from pgtoolkit.rollouts.batch_counts import steps_of_batch
 from pgtoolkit.rollouts.recorded_folder import batches_in
-from pgtoolkit.rollouts.settings import PolicyRolloutSettings
+from pgtoolkit.rollouts.settings import OVERLONG_BUFFER, PolicyRolloutSettings
 from pgtoolkit.system.report import Report, is_number, plural, refusal, text
 from pgtoolkit.tasks.settings import GeneratedTaskSettings, PromptsTaskSettings
+from pgtoolkit.training.settings import LEAST_RATE
 
 
 def rollout(c: Config, report: Report) -> None:
@@ -72,7 +73,7 @@ def _completions(rollout: PolicyRolloutSettings, report: Report) -> None:
             key="rollout.overlong_buffer",
             value=rollout.overlong_buffer,
             needs=f"at most rollout.max_completion_length={length}",
-            reason="It is the last part of a completion.",
+            reason=OVERLONG_BUFFER.because,
             better=max(1, length // 5),
         )
     if "" in rollout.stop:
@@ -267,7 +268,7 @@ def optimizer(c: Config, report: Report) -> None:
                 key="optimizer.min_learning_rate",
                 value=least,
                 needs=f"at most {name}={text(highest)}",
-                reason="A schedule falls to it.",
+                reason=LEAST_RATE.because,
                 better=highest,
             )
             break
