@@ -16,10 +16,12 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.aggregation import (
     AGGREGATIONS,
+    REDUCER_KEYWORDS,
     Aggregation,
     Custom,
     Reducer,
     aggregation_of,
+    asked_by,
 )
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.families import FAMILIES, Family
@@ -37,7 +39,7 @@ from pgtoolkit.losses.trial import (
 from pgtoolkit.rollouts.settings import AdvantageEstimator, Truncated
 from pgtoolkit.rollouts.whole_steps import misfits_of_function
 from pgtoolkit.runs.declared_metrics import metric_named
-from pgtoolkit.system.functions import REDUCER_KEYWORDS, blaming, import_function, place_of
+from pgtoolkit.system.functions import blaming, import_function, place_of
 from pgtoolkit.system.process_state import ProcessState
 from pgtoolkit.system.report import nearest, refusal, text
 from pgtoolkit.system.safe_text import shortened
@@ -298,7 +300,7 @@ def _imported_reducer(key: str, path: str) -> Reducer:
     imported. So does the wrapped function where it does not return one finite weight per token.
     """
     setting = f"{key}={path}"
-    asked = Custom(import_function(key, path, None, (), [*AGGREGATIONS])).asked
+    asked = asked_by(import_function(key, path, None, (), [*AGGREGATIONS]))
     function = import_function(key, path, ("totals",), (*REDUCER_KEYWORDS, *asked))
 
     @functools.wraps(function)
@@ -351,5 +353,5 @@ def _try_reducer(reducer: Reducer) -> None:
         document_index=torch.tensor([0, 0, 0, 0, 1, 1, 1]),
         tokens_per_document=torch.tensor([3, 2]),
         group_index=torch.tensor([0, 1]),
-        **{name: on_request[name] for name in Custom(reducer).asked},
+        **{name: on_request[name] for name in asked_by(reducer)},
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pgtoolkit.losses.checks import check_name, check_positive, shown
+from pgtoolkit.losses.checks import check_call, check_name, check_positive, shown, use_of_array
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +27,9 @@ It is called as `reducer(totals, mask=, document_index=, tokens_per_document=, g
 with trajectory_index= too where documents are parts of trajectories, which it must count by itself.
 It also gets those of `ON_REQUEST` that are names of its parameters.
 """
+
+REDUCER_KEYWORDS = ("mask", "document_index", "tokens_per_document", "group_index")
+"""Keywords that a reducer is called with, after the step's totals."""
 
 _BY_SIGN = ("completions_by_sign", "tokens_by_sign")
 ON_REQUEST = ("advantages", *_BY_SIGN)
@@ -269,9 +272,7 @@ class Custom(Aggregation):
 
     @property
     def asked(self) -> list[str]:
-        """Return the names in ON_REQUEST that the reducer has as parameters."""
-        parameters = inspect.signature(self.reducer).parameters
-        return [name for name in ON_REQUEST if name in parameters]
+        return asked_by(self.reducer)
 
     @property
     def by_sign(self) -> bool:
@@ -300,14 +301,25 @@ class Custom(Aggregation):
         options |= {name: of_request[name] for name in self.asked}
         if trajectory_index is not None:
             options["trajectory_index"] = trajectory_index
+        check_call("reducer", self.reducer, ("totals",), [*options])
         weights = self.reducer(totals, **options)
-        if getattr(weights, "shape", None) != mask.shape:
-            got = tuple(weights.shape) if hasattr(weights, "shape") else type(weights).__name__
+        # The command line knows the aggregations without torch.
+        from torch import Tensor
+
+        if not isinstance(weights, Tensor) or weights.shape != mask.shape:
+            is_tensor = isinstance(weights, Tensor)
+            got = shown(weights) if is_tensor else f"a {type(weights).__name__}: {shown(weights)}"
             raise ValueError(
-                f"the reducer must return one weight per token, shape {tuple(mask.shape)} (got "
-                f"{got})"
+                f"reducer needs to return a tensor with one weight per token, "
+                f"{tuple(mask.shape)} (got {got}){use_of_array('weights', weights)}"
             )
         return weights.double().where(mask, 0.0)
+
+
+def asked_by(reducer: Reducer) -> list[str]:
+    """Return the names in ON_REQUEST that a reducer has as parameters."""
+    parameters = inspect.signature(reducer).parameters
+    return [name for name in ON_REQUEST if name in parameters]
 
 
 AGGREGATIONS: dict[str, type[Aggregation]] = {

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral, Real
 from typing import TypeGuard
 
@@ -38,6 +39,34 @@ def check_object(key: str, value: object, kind: type, use: str) -> None:
         raise ValueError(
             f"{key} needs an object of {kind.__name__} (got {shown(value)}). Use {use}"
         )
+
+
+def check_call(
+    key: str, function: Callable, arguments: Sequence[str], keywords: Sequence[str]
+) -> None:
+    """Raise ValueError for a function of the user's own that cannot be called in this way.
+
+    arguments, keywords: the names of what it gets by place, and by name.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C have no signature
+        return
+    try:
+        signature.bind(*arguments, **dict.fromkeys(keywords))
+    except TypeError as error:
+        call = ", ".join([*arguments, "*", *keywords])
+        raise ValueError(
+            f"{key} needs a function that can be called as function({call}) (got "
+            f"{name_of_function(function)}{signature}): {error}. Use def my_function({call}), or "
+            "**others in the place of those that it does not read"
+        ) from error
+
+
+def name_of_function(function: Callable) -> str:
+    """Return the name of a function, of what functools.partial calls, or of an object's class."""
+    function = getattr(function, "func", function)
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def check_switches(**switches: object) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from pgtoolkit.losses.checks import name_of_function
 from pgtoolkit.losses.family import Family
 
 NEW = ("log_probs", "log_ratio")
@@ -90,7 +91,20 @@ class FunctionLoss(FunctionFamily):
     options: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self):
-        parameters = inspect.signature(self.function).parameters
+        try:
+            parameters = inspect.signature(self.function).parameters
+        except ValueError:
+            raise ValueError(
+                f"the loss function {self.name} needs parameters with names, by which it asks for "
+                "what it reads (got a function without a signature). Use a def around it, as "
+                "def my_loss(log_ratio, advantages)"
+            ) from None
+        by_place = [name for name, each in parameters.items() if each.kind == each.POSITIONAL_ONLY]
+        if by_place:
+            raise ValueError(
+                f"{self.name} needs parameters that can be given by name (got {', '.join(by_place)}"
+                " before a slash). Use it without the slash"
+            )
         unknown = [
             str(parameter)
             for name, parameter in parameters.items()
@@ -136,8 +150,7 @@ class FunctionLoss(FunctionFamily):
 
     @property
     def name(self) -> str:
-        function = getattr(self.function, "func", self.function)  # of functools.partial
-        return getattr(function, "__name__", type(function).__name__)
+        return name_of_function(self.function)
 
     @cached_property
     def defaults(self) -> dict[str, object]:

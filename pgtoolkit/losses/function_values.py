@@ -226,6 +226,11 @@ def _call(family: FunctionFamily, known: Mapping[str, object]) -> tuple[Tensor, 
     try:
         returned = family.function(**arguments, **family.options)
     except RuntimeError as error:
+        if "Can't call numpy()" in str(error):
+            raise ValueError(
+                f"the loss function {family.name} hands log-probs to NumPy, through which no "
+                "gradient passes. Use torch's functions, such as torch.exp"
+            ) from error
         advice = _advice_on_sizes(str(error), known)
         if advice:
             error.args = (f"{error}. {advice}",)

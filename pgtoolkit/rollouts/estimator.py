@@ -16,7 +16,7 @@ import torch
 from pgtoolkit.completion import Prompt
 from pgtoolkit.document import Document
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
-from pgtoolkit.losses.checks import check_name, shown
+from pgtoolkit.losses.checks import check_call, check_name, name_of_function, shown
 from pgtoolkit.rollouts.advantages import (
     ESTIMATORS,
     MAX_REWARD,
@@ -78,13 +78,16 @@ class Estimator:
                 "formulas of their own. Use Estimator('custom', function=...), or leave it out."
             )
 
+        if self.function is not None and self.path is None:  # else `of` has checked it
+            check_call(self._setting, self.function, ("rewards",), ADVANTAGE_KEYWORDS)
+
     @property
     def _setting(self) -> str:
         """Return what the user has typed for a function of their own."""
         if self.path is not None:
             return f"advantage={self.path}"
-        name = getattr(self.function, "__name__", type(self.function).__name__)
-        return f"Estimator('custom', function={name})"
+        assert self.function is not None
+        return f"Estimator('custom', function={name_of_function(self.function)})"
 
     @classmethod
     def of(

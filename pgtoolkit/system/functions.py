@@ -27,9 +27,6 @@ _PACKAGE = Path(__file__).parents[1]
 MAX_CHARACTERS = 10_000
 """Characters of a traceback of the user's code in an error."""
 
-REDUCER_KEYWORDS = ("mask", "document_index", "tokens_per_document", "group_index")
-"""Keywords that a reducer is called with, after the step's totals."""
-
 ADVANTAGE_KEYWORDS = ("lengths", "measures")
 """Keywords that a user's function of advantages may be called with, after the rewards."""
 

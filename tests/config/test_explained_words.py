@@ -16,11 +16,11 @@ from pgtoolkit.config.words import KINDS
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.command_pages import pages_on_commands
 from pgtoolkit.launch.commands import REPORTS
+from pgtoolkit.losses.aggregation import REDUCER_KEYWORDS
 from pgtoolkit.losses.function import ASKED
 from pgtoolkit.rollouts import rows
 from pgtoolkit.runs import completion_files
 from pgtoolkit.runs.directory import BELONGS_TO_A_RUN
-from pgtoolkit.system.functions import REDUCER_KEYWORDS
 from pgtoolkit.tasks import signatures
 
 REPOSITORY = Path(__file__).parents[2]

@@ -1022,6 +1022,23 @@ def test_log_probs_of_a_sampler_or_a_reference_that_nothing_reads_are_refused():
     assert by_sampler.loss.item() == by_reference.loss.item() == pytest.approx(0.1, rel=1e-6)
 
 
+def by_place(log_ratio, advantages, /):
+    return -log_ratio * advantages
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (by_place, r"^by_place needs .*\(got log_ratio, advantages before a slash\)"),
+        (torch.exp, r"^the loss function exp needs parameters with names"),
+        (lambda log_ratio: np.exp(log_ratio), r"^the loss function <lambda> hands .* to NumPy"),
+    ],
+)
+def test_a_function_of_another_kind_is_refused_in_a_sentence(loss, message):
+    with pytest.raises(ValueError, match=message):
+        log_prob_loss(*two_documents(), loss=loss)
+
+
 @pytest.mark.parametrize("name", ["sampling_log_probs", "ref_log_probs"])
 def test_the_second_pass_takes_what_the_first_one_has_measured(name):
     log_probs, old, advantages, index, mask = two_documents()

@@ -272,6 +272,10 @@ def test_a_reducer_replaces_the_aggregation():
         )
     with pytest.raises(ValueError, match="one weight per token"):
         policy_loss(*case.tensors, reducer=lambda totals, *, mask, **_: torch.ones(3))
+    with pytest.raises(ValueError, match=r"\(got a ndarray: .*Use torch.as_tensor\(weights\), on"):
+        policy_loss(*case.tensors, reducer=lambda totals, *, mask, **_: mask.numpy() / 8.0)
+    with pytest.raises(ValueError, match=r"^reducer needs .* \(got <lambda>\(totals, mask\)\): "):
+        policy_loss(*case.tensors, reducer=lambda totals, mask: mask / 8)
 
 
 def test_beside_a_reducer_prompt_mean_says_that_steps_hold_whole_groups_and_other_modes_nothing():
@@ -383,7 +387,7 @@ def test_a_reducer_gets_the_trajectories_of_a_step_that_has_them():
     ) -> Tensor:
         return mask
 
-    with pytest.raises(TypeError, match="trajectory_index"):
+    with pytest.raises(ValueError, match=r"^reducer needs .*group_index, trajectory_index\) \(got"):
         policy_loss(*case.tensors, reducer=without_trajectories, **options)
 
 

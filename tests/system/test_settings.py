@@ -192,6 +192,10 @@ REFUSED = [
     (lambda: Computation(num_splits=0), "num_splits needs a whole number >= 1 (got 0)"),
     (lambda: Estimator("grppo"), "estimator='grppo' is unknown; choose one of grpo, dr_grpo"),
     (lambda: Estimator("custom"), "function=..."),
+    (
+        lambda: Estimator("custom", function=lambda rewards, lengths: rewards),
+        "can be called as function(rewards, *, lengths, measures) (got <lambda>(rewards, lengths))",
+    ),
     (lambda: Shape(scale=math.nan), "scale needs a finite number (got nan)"),
     (lambda: AdaptiveKL(-1.0, 100, 0.1), "target needs a finite number > 0 (got -1.0)"),
 ]
