@@ -136,9 +136,14 @@ def _check_parts(loss: Loss) -> None:
         return value if isinstance(value, str) and value in known else otherwise
 
     family = FAMILIES[named(loss.family, FAMILIES, "grpo")].__name__
-    check_object("family", loss.family, Family, f"pgtoolkit.families.{family}()")
+    use = f"pgtoolkit.families.{family}()"
+    if _is_function(loss.family):
+        use = "pgtoolkit.losses.function.FunctionLoss(my_loss) for a function of your own"
+    check_object("family", loss.family, Family, use)
     mode = named(loss.aggregation, AGGREGATIONS, "token_mean")
     use = f"pgtoolkit.losses.aggregation.aggregation_of({mode!r})"
+    if _is_function(loss.aggregation):
+        use = "aggregation_of('sample_mean', reducer=my_reducer) of pgtoolkit.losses.aggregation"
     check_object("aggregation", loss.aggregation, Aggregation, use)
     if loss.correction is not None:
         correction = CORRECTIONS[named(loss.correction, CORRECTIONS, "token_truncate")].__name__
@@ -149,6 +154,10 @@ def _check_parts(loss: Loss) -> None:
             "kl needs a pgtoolkit.kl.KL, such as KL('k3', coefficient=0.05), or None (got "
             f"{shown(loss.kl)})"
         )
+
+
+def _is_function(value: object) -> bool:
+    return callable(value) and not isinstance(value, type)
 
 
 @dataclass(frozen=True)

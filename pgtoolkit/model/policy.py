@@ -365,6 +365,15 @@ class Policy:
         )
 
 
+def check_policy(key: str, value: object) -> None:
+    """Raise ValueError for a model of transformers, or anything else, in the place of a policy."""
+    if not isinstance(value, Policy):
+        raise ValueError(
+            f"{key} needs a Policy, a model with its tokenizer (got {type(value).__name__}). Use "
+            f"{key}=Policy(model, tokenizer) of pgtoolkit.model.policy, both of transformers"
+        )
+
+
 @dataclass(frozen=True)
 class PolicyDescription:
     """Everything but the numbers of a policy, to make a copy of it in this or another process.

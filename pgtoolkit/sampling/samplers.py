@@ -20,7 +20,7 @@ from pgtoolkit.model.architectures import MODEL_TYPES
 from pgtoolkit.model.decoding import Routing
 from pgtoolkit.model.generate import generate
 from pgtoolkit.model.mixture import choices, num_others, routers
-from pgtoolkit.model.policy import Policy, torch_type
+from pgtoolkit.model.policy import Policy, check_policy, torch_type
 from pgtoolkit.sampling.draw import draw, likeliest_tokens, uniform_numbers
 from pgtoolkit.sampling.generation_settings import generation_settings, processors
 from pgtoolkit.sampling.settings import SamplingSettings, TransformersSamplerSettings
@@ -179,6 +179,7 @@ class TransformersSampler:
         is_async: bool = False,
         is_copy: bool = False,
     ):
+        check_policy("policy", policy)
         self._static_cache = settings.static_cache
         self.sampling = sampling
         self.settings = generation_settings(policy, sampling)

@@ -33,7 +33,7 @@ from pgtoolkit.model import rowwise
 from pgtoolkit.model.attention import local_tokens
 from pgtoolkit.model.kept_layers import KeepsByMemory
 from pgtoolkit.model.lora import adapted_layers, without_adapters
-from pgtoolkit.model.policy import Policy, named_weights
+from pgtoolkit.model.policy import Policy, check_policy, named_weights
 from pgtoolkit.ranks.collectives import local
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.advantages import Shape
@@ -129,6 +129,9 @@ class PolicyGradientModule(DynamicAccumulation):
         reference_every: int | None = None,
         reference_rate: float = 1.0,
     ):
+        check_policy("policy", policy)
+        if reference is not None:
+            check_policy("reference", reference)
         check_object("loss", loss, Loss, "Loss(Grpo(), aggregation_of('token_mean'))")
         check_object("computation", computation, Computation, "Computation(check_finite=False)")
         use = "OptimizerSettings(learning_rate=1e-6)"
@@ -182,6 +185,7 @@ class PolicyGradientModule(DynamicAccumulation):
 
     def add_critic(self, body: Policy, settings: CriticSettings) -> None:
         """Train a critic together with the policy. body: see `Critic`."""
+        check_policy("body", body)
         optimizer = replace(self._optimizer_settings, learning_rate=settings.learning_rate)
         self.critic = Critic(settings, optimizer, self.max_steps, body, self.layout, self.loss)
         self.critic_model = body.model  # as for the policy
@@ -711,9 +715,9 @@ class PolicyGradientModule(DynamicAccumulation):
         if without_top and self.loss.family.score_centering:
             raise DataError(
                 "loss.score_centering=true needs sampling_top_ids of every document (got none of "
-                f"{without_top[0]}). The checkpoint's batch of rollouts was sampled without them. "
-                "Use loss.score_centering=false, or start a new run; in Python documents with "
-                "both sampling_top_ids and sampling_top_log_probs."
+                f"{without_top[0]}). Those that were sampled for another loss lack them, as the "
+                "batch of a checkpoint may be. Use loss.score_centering=false, or start a new run; "
+                "in Python documents with both sampling_top_ids and sampling_top_log_probs."
             )
         without_sampling = [
             document.name for document in step.documents if document.sampling_log_probs is None
@@ -722,9 +726,10 @@ class PolicyGradientModule(DynamicAccumulation):
             assert self.loss.correction is not None
             raise DataError(
                 f"correction={self.loss.correction.name} needs sampling_log_probs of every "
-                f"document (got none of {without_sampling[0]}). The checkpoint's batch of rollouts "
-                "was sampled without them. Use correction=none, or start a new run; in Python "
-                "Loss(..., correction=None), or documents with sampling_log_probs."
+                f"document (got none of {without_sampling[0]}). Those that were sampled for "
+                "another loss lack them, as the batch of a checkpoint may be. Use correction=none, "
+                "or start a new run; in Python Loss(..., correction=None), or documents with "
+                "sampling_log_probs."
             )
 
     def _check_above_0(self, step: Step) -> None:

@@ -173,6 +173,8 @@ REFUSED = [
         "EvaluationSettings(temperature=0) needs completions_per_prompt=1",
     ),
     (lambda: Loss("grpo", aggregation_of("token_mean")), "Use pgtoolkit.families.Grpo()"),
+    (lambda: Loss(len, aggregation_of("token_mean")), "losses.function.FunctionLoss(my_loss)"),
+    (lambda: Loss(Grpo(), len), "aggregation_of('sample_mean', reducer=my_reducer)"),
     (lambda: Loss(Grpo, aggregation_of("token_mean")), "Use family=Grpo()"),
     (lambda: Loss(Grpo(), "constant"), "aggregation.aggregation_of('constant')"),
     (

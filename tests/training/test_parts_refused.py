@@ -44,7 +44,7 @@ from pgtoolkit.tasks.tasks import ReverseTask
 from pgtoolkit.training.fit import fit
 from pgtoolkit.training.fitting_parts import check_parts
 from pgtoolkit.training.module import PolicyGradientModule
-from pgtoolkit.training.settings import OptimizerSettings
+from pgtoolkit.training.settings import CriticSettings, OptimizerSettings
 
 STAGES = "pipeline_parallel"
 NOTHING: dict[str, Any] = {}
@@ -116,6 +116,23 @@ def module_of(policy: Policy, **changes: Any) -> PolicyGradientModule:
 def test_a_module_of_parts_that_do_not_fit_is_refused(policy, changes, message):
     with pytest.raises(ValueError, match=message):
         module_of(policy, **changes)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_of_transformers_in_the_place_of_a_policy_is_refused_with_what_to_write(policy):
+    bare: Any = policy.model
+    module = module_of(policy)
+    sampling = PolicyRolloutSettings(max_completion_length=4).sampling
+    for name, make in {
+        "policy": lambda: module_of(bare),
+        "reference": lambda: module_of(policy, reference=bare),
+        "body": lambda: module.add_critic(bare, CriticSettings(learning_rate=1e-3)),
+    }.items():
+        message = rf"^{name} needs a Policy, .* Use {name}=Policy\(model, tokenizer\) of"
+        with pytest.raises(ValueError, match=message):
+            make()
+    with pytest.raises(ValueError, match=r"^policy needs a Policy"):
+        TransformersSampler(bare, sampling, TransformersSamplerSettings())
 
 
 def test_a_reference_that_is_the_policy_itself_cannot_move(policy):
