@@ -43,6 +43,7 @@ _PUBLIC = {
         "kernels/losses.py": {"PolicyLoss": "pgtoolkit."},
         "batch.py": {"StepTotals": "pgtoolkit."},
         "losses/kl.py": {"KL": "pgtoolkit.kl."},
+        "losses/adaptive_kl.py": {"AdaptiveKL": "pgtoolkit.losses.adaptive_kl."},
         "losses/corrections.py": dict.fromkeys(_CORRECTIONS, "pgtoolkit.corrections."),
         "testing.py": {"assert_conforms": "pgtoolkit.testing."},
     },
@@ -50,6 +51,7 @@ _PUBLIC = {
         "document.py": dict.fromkeys(("SampledDocument", "Document"), "pgtoolkit.document."),
         "rollouts/steps.py": {"make_step": "pgtoolkit.rollouts.steps."},
         "training/accumulation.py": {"DynamicAccumulation": "pgtoolkit.training.accumulation."},
+        "training/module.py": {"PolicyGradientModule": "pgtoolkit.training.module."},
     },
     "Experiments": {
         "experiment.py": dict.fromkeys(
@@ -86,9 +88,16 @@ def _entry(title: str, node: ast.FunctionDef | ast.ClassDef) -> list[str]:
     fields = [
         f"    {_field(item)}"
         for item in node.body
-        if isinstance(item, ast.AnnAssign) and "ClassVar" not in ast.unparse(item.annotation)
+        if isinstance(item, ast.AnnAssign)
+        and "ClassVar" not in ast.unparse(item.annotation)
+        and not ast.unparse(item.target).startswith("_")
     ]
-    lines += [f"class {title}:" if fields else f"class {title}", *fields, "```", ""]
+    lines += [f"class {title}:" if fields else f"class {title}", *fields]
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+            del item.args.args[0]  # self
+            lines += ["", *_signature(title, item)]
+    lines += ["```", ""]
     lines += _docstring(node)
     for item in node.body:
         if isinstance(item, ast.FunctionDef) and not item.name.startswith("_"):

@@ -22,7 +22,9 @@ class AdaptiveKL:
     where KL is the mean over them of the mean over their trained tokens of the penalty's term. It
     is the same on every rank, since all give it the same numbers.
 
-    coefficient: the one in use.
+    target: the KL that it is to near (> 0).
+    horizon: documents (>= 1); the fewer, the faster the coefficient moves.
+    coefficient: the one in use (> 0).
     distance: the sum over the documents of the batch so far of their KL.
     documents: their number.
     """

@@ -95,7 +95,7 @@ class PolicyGradientModule(DynamicAccumulation):
     adaptive_kl: the coefficient of the penalty, in place of that of the loss, where it follows a
         target. Where the penalty is a part of the loss, each step's documents are counted as they
         are first trained, and the coefficient moves after the last step of their batch; elsewhere
-        who makes rewards moves it.
+        who makes rewards moves it, and documents have their kl_reward.
     shape: what happens to rewards before a loss that asks for them gets them.
     sampling: how completions are sampled, for the folder of a checkpoint.
     keeps_layers: decides on a GPU how much the layers keep of a forward pass; None: that is fixed.

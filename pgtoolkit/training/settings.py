@@ -167,7 +167,8 @@ class OptimizerSettings(Settings):
     )
     weight_decay: float = key(
         default=0.01,
-        help="Decoupled weight decay (>= 0); an optimizer of your own gets it if it has one.",
+        help="Decoupled weight decay (>= 0) of tensors of two dimensions or more, so of no norm "
+        "and no bias; an optimizer of your own gets it if it has one.",
         least=0,
         most=10,
     )

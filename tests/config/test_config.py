@@ -275,3 +275,9 @@ def test_the_page_of_python_shows_a_field_with_its_default_and_no_declaration():
     page = api_page()
     assert "\n    high: float = 5.0\n" in page
     assert "parameter(" not in page
+
+
+def test_the_page_of_python_shows_how_a_class_is_made():
+    module = api_page().partition("### pgtoolkit.training.module.PolicyGradientModule")[2]
+    assert "module.PolicyGradientModule(\n    policy: Policy,\n    loss: Loss," in module
+    assert "LearningRate" not in module  # a private attribute
