@@ -40,7 +40,7 @@ from pgtoolkit.config.keys import (
 )
 from pgtoolkit.config.names import digest, name_from
 from pgtoolkit.config.overrides import NO_CHOICE, is_swept
-from pgtoolkit.config.own_code import PARAMETERS, takes_parameters, with_path
+from pgtoolkit.config.own_code import PARAMETERS, takes_parameters, two_places, with_path
 from pgtoolkit.config.own_files import (
     HYDRA_OPTIONS,
     OwnFile,
@@ -53,7 +53,7 @@ from pgtoolkit.config.schema import OPTIONS, SCHEMAS, Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.records import plain
 from pgtoolkit.system.conditions import value_of
-from pgtoolkit.system.report import refusal
+from pgtoolkit.system.report import refusal, shortest_path
 
 
 def compose_choices(choices: list[str]) -> DictConfig:
@@ -271,6 +271,7 @@ class UserFiles(FileConfigSource):
                 own_file = OwnFile(self.reading, file, group, result.header)
                 own_file.check(keys)
                 result.header["package"] = own_file.package
+            _name_parameters(keys, "" if result.header["package"] == "_global_" else group, file)
         elif group in OPTIONAL and self.reading is not None and isinstance(keys, DictConfig):
             OwnFile(self.reading, file, group, result.header).check_options(keys)
         elif config_path in _WITH_PARAMETERS and isinstance(keys, DictConfig):
@@ -359,8 +360,23 @@ def _gathered_callbacks(keys: DictConfig) -> DictConfig:
     kept = {"defaults", "own"}
     of_user = {str(name): keys._get_node(name) for name in keys if name not in kept}
     gathered = OmegaConf.create({name: keys._get_node(name) for name in kept if name in keys})
-    described = OmegaConf.to_container(OmegaConf.merge(gathered.get("own") or {}, of_user))
+    own = gathered.get("own") or OmegaConf.create()
+    for name in of_user.keys() & {*own}:
+        raise ConfigError(
+            two_places(
+                key=f"callbacks.{name}",
+                value=_raw_values(keys, name),
+                other=f"callbacks.own.{name}",
+                other_value=_raw_values(own, name),
+            )
+        )
+    described = OmegaConf.to_container(OmegaConf.merge(own, of_user))
     assert isinstance(described, dict)
+    for name, entry in described.items():
+        if isinstance(entry, dict) and {"_target_", "path"} <= {*entry}:
+            place = f"callbacks.{name}"
+            both = (f"{place}._target_", entry["_target_"], f"{place}.path", entry["path"])
+            raise ConfigError(two_places(*both))
     gathered.own = {name: with_path(entry) for name, entry in described.items()}
     return gathered
 
@@ -381,6 +397,47 @@ def _name_functions(values: DictConfig, place: str) -> None:
             values[leaf] = _raw(node, "_target_")
         elif is_in_free:
             _name_functions(node, name)
+
+
+def _name_parameters(keys: DictConfig, group: str, file: Path) -> None:
+    """Give parameters of own code that a file sets inside of the key for them, as in `options:
+    {tau: 0.3}`, the names that other files set them by, so that the last file counts.
+
+    group: of the file; empty for a file on the whole configuration. Raises ConfigError where the
+    file has both names.
+    """
+    for of_group, name in PARAMETERS.items():
+        values = keys if of_group == group else keys._get_node(of_group)
+        if of_group == _CALLBACKS or not isinstance(values, DictConfig):
+            continue
+        leaf = name.rpartition(".")[2]
+        parameters = values._get_node(leaf)
+        if not isinstance(parameters, DictConfig):
+            continue
+        for parameter in [str(leaf) for leaf in parameters]:
+            if parameter in _LEAVES[of_group]:
+                continue
+            if parameter in values:
+                raise ConfigError(
+                    two_places(
+                        key=f"{of_group}.{parameter}",
+                        value=_raw_values(values, parameter),
+                        other=f"{name}.{parameter}",
+                        other_value=_raw_values(parameters, parameter),
+                        file=shortest_path(file),
+                    )
+                )
+            values[parameter] = parameters._get_node(parameter)
+            del parameters[parameter]
+
+
+def _raw_values(keys: DictConfig, name: str) -> object:
+    """Return a value in plain types, interpolations unresolved."""
+    node = keys._get_node(name)
+    if OmegaConf.is_config(node):
+        return OmegaConf.to_container(node, resolve=False)  # type: ignore[arg-type]
+    assert isinstance(node, Node)  # only a slice of a list is several
+    return node._value()
 
 
 def _gather_parameters(config: DictConfig) -> None:
@@ -412,6 +469,12 @@ _WITH_PARAMETERS = {
     f"{group}/{key.stands_for}" for group, key in OWN_CODE.items() if group in PARAMETERS
 }
 """The options for own code that has parameters."""
+
+_LEAVES = {
+    group: {of.leaf for of in keys_of({group: {"name": key.stands_for}}) if of.group == group}
+    for group, key in OWN_CODE.items()
+}
+"""Group -> the keys that it has with own code, which are no parameters of it."""
 
 
 @functools.cache

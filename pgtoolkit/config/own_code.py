@@ -28,6 +28,7 @@ from pgtoolkit.runs.history import CODE
 from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.conditions import holds, value_of
 from pgtoolkit.system.functions import defaults_in_file
+from pgtoolkit.system.report import refusal, text
 
 PARAMETERS = {key.group: key.name for key in KEYS if key.gathers}
 """Group -> the free-form key that names of the user's own belong to: parameters of own code, and
@@ -62,12 +63,27 @@ def with_path(entry: object) -> object:
     return {"path" if name == "_target_" else name: value for name, value in entry.items()}
 
 
+def two_places(key: str, value: object, other: str, other_value: object, file: str = "") -> str:
+    """Refuse a setting that has a value under each of its two names.
+
+    file: where both stand, if in a file.
+    """
+    return refusal(
+        setting=f"{key} in {file}" if file else key,
+        needs=f"to be left out beside {other}",
+        got=f"{text(value)}, and {text(other_value)} as {other}",
+        reason="These are two names of one setting, and one of the two values would be ignored.",
+        use=f"{key} or {other} alone",
+    )
+
+
 def keys_set(name: str, value: object) -> Iterator[str]:
     """Yield the keys that an override sets, by the same names in whichever form it was typed."""
     if is_own_code(name, value):
         yield OWN_CODE[name].name
     for key, _ in leaves({name: value}):
-        yield short_name(key)
+        of_object = is_inside(key, "callbacks")
+        yield short_name(key.replace("._target_", ".path") if of_object else key)
 
 
 def chosen(config: object, group: str) -> str:

@@ -94,6 +94,7 @@ def given_twice(parsed: list[Override]) -> list[str]:
     problems: list[str] = []
     seen: dict[str, Override] = {}
     for override in parsed:
+        problems += _twice_in_itself(override)
         for key in _keys(override):
             first = seen.get(key)
             if first is not None and not _changes_part(override, first):
@@ -123,12 +124,37 @@ def _two_values(key: str, first: Override, second: Override) -> str:
     )
 
 
+def _twice_in_itself(override: Override) -> list[str]:
+    """Refuse a dictionary that has a value under each of two names of a key, as in `loss={tau: 0.3,
+    options: {tau: 0.5}}`."""
+    problems = []
+    for single in _values(override):
+        keys = [*keys_set(override.key_or_group, single)]
+        twice = [key for key in dict.fromkeys(keys) if keys.count(key) > 1]
+        problems += [
+            refusal(
+                setting=as_typed(override),
+                needs=f"one value for {key}",
+                got="two",
+                reason="It has two names, and one of the two values would be ignored.",
+                use=f"{key}=VALUE",
+            )
+            for key in twice
+        ]
+    return problems
+
+
 def _keys(override: Override) -> list[str]:
     """Return the keys that an override gives values to; of several values, the keys of all."""
     key = override.key_or_group
-    value = override.value()
-    values = value.list if isinstance(value, ChoiceSweep) else [value]
+    values = _values(override)
     return list(dict.fromkeys(name for single in values for name in keys_set(key, single)))
+
+
+def _values(override: Override) -> list:
+    """Return the value that an override gives, or the several."""
+    value = override.value()
+    return value.list if isinstance(value, ChoiceSweep) else [value]
 
 
 def incomplete(config: DictConfig) -> list[str]:

@@ -211,6 +211,81 @@ def test_a_key_that_neither_the_group_nor_the_class_takes_is_refused(
     assert told.startswith(problem)
 
 
+SQUARED = "_target_: mine.Squared\n"
+OF_SQUARED = "# @package _global_\ndefaults: [override /loss: o, _self_]\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "typed", "problem"),
+    [
+        (
+            {"loss/o.yaml": f"{SQUARED}tau: 0.5\noptions: {{tau: 0.7}}\n"},
+            ["loss=o"],
+            r"loss.tau in \S+/o.yaml needs .* \(got 0.5, and 0.7 as loss.options.tau\)",
+        ),
+        (
+            {"optimizer/o.yaml": "_target_: a.B\nnu: true\noptions: {nu: false}\n"},
+            ["optimizer=o"],
+            r"optimizer.nu in \S+ needs .* \(got true, and false as optimizer.options.nu\)",
+        ),
+        (
+            {
+                "loss/o.yaml": SQUARED,
+                "experiment/e.yaml": f"{OF_SQUARED}loss: {{tau: 0.5, options: {{tau: 0.7}}}}\n",
+            },
+            ["experiment=e"],
+            r"loss.tau in \S+/e.yaml needs .* \(got 0.5, and 0.7 as loss.options.tau\)",
+        ),
+        (
+            {"callbacks/c.yaml": "stop: {path: a.B}\nown: {stop: {path: c.D}}\n"},
+            ["callbacks=c"],
+            r"callbacks.stop needs to be left out beside callbacks.own.stop",
+        ),
+        (
+            {"callbacks/c.yaml": "stop: {path: a.B, _target_: c.D}\n"},
+            ["callbacks=c"],
+            r"callbacks.stop._target_ needs .* \(got c.D, and a.B as callbacks.stop.path\)",
+        ),
+        (
+            {"loss/o.yaml": SQUARED},
+            ["loss=o", "loss={tau: 0.5, options: {tau: 0.7}}"],
+            r"loss={tau: .* needs one value for loss.tau \(got two\)",
+        ),
+        (
+            {},
+            ["callbacks.stop._target_=a.B", "callbacks.stop.path=c.D"],
+            r"callbacks.stop.path=c.D needs to be the only value of callbacks.stop.path",
+        ),
+    ],
+)
+def test_a_parameter_with_a_value_under_each_of_its_two_names_is_refused(
+    files, typed, problem, tmp_path, monkeypatch
+):
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.setenv("PGTK_CONFIG_DIR", str(tmp_path))
+    (told,) = compose(typed).problems
+    assert re.match(problem, told)
+
+
+@pytest.mark.parametrize("below", ["tau: 0.7", "options: {tau: 0.7}"])
+@pytest.mark.parametrize("above", ["tau: 0.5", "options: {tau: 0.5}"])
+def test_of_two_files_the_last_counts_whichever_name_a_parameter_has_in_it(
+    below, above, tmp_path, monkeypatch
+):
+    (tmp_path / "loss").mkdir()
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "loss/o.yaml").write_text(f"{SQUARED}{below}\nnum_splits: 2\n")
+    (tmp_path / "loss/on_o.yaml").write_text(f"defaults: [o, _self_]\n{above}\n")
+    (tmp_path / "experiment/e.yaml").write_text(f"{OF_SQUARED}loss: {{{above}}}\n")
+    monkeypatch.setenv("PGTK_CONFIG_DIR", str(tmp_path))
+    for typed in (["loss=on_o"], ["experiment=e"]):
+        composed = compose(typed)
+        assert composed.problems == []
+        assert (composed.config.loss.options, composed.config.loss.num_splits) == ({"tau": 0.5}, 2)
+
+
 def test_a_function_of_several_is_named_by_a_target_too(tmp_path, monkeypatch):
     (tmp_path / "task").mkdir()
     (tmp_path / "experiment").mkdir()
