@@ -32,6 +32,7 @@ from pgtoolkit.rollouts.settings import (
     AccumulationSettings,
     AdvantageEstimator,
     AdvantageSettings,
+    PolicyRolloutSettings,
     RecordedRolloutSettings,
 )
 from pgtoolkit.system import model_folder
@@ -64,17 +65,36 @@ def errors_added_to(report: Report) -> Iterator[None]:
         report.problems.append(DataProblem(error) if isinstance(error, DataError) else str(error))
 
 
-def check_inputs(config: Config, report: Report) -> None:
-    """Add what is wrong with prompts and with the texts that become tokens to a report."""
-    if report.concerns("task", "evaluation"):
+_KEYS_OF_ROWS = (
+    "task=",
+    "task.path",
+    "task.split",
+    "task.config",
+    "task.prompt_field",
+    "task.answer_field",
+    "task.answer_pattern",
+)
+"""Which rows a task of files reads, and how."""
+
+
+def check_inputs(config: Config, report: Report, may_import: bool) -> None:
+    """Add what is wrong with prompts and with the texts that become tokens to a report.
+
+    may_import: whether code of the user's may be imported. Without it, or where another key of the
+        task is refused, prompts are read alone.
+    """
+    if report.concerns("Unknown key 'task", *_KEYS_OF_ROWS):
         return
     tasks: dict[str, TaskSettings] = {}
-    if config.rollout.name == "policy":
+    if config.rollout.name == "policy" and not report.concerns("rollout="):
         tasks["task"] = config.task
-    for held_out in held_out_sets(config) if is_on(config) else ():
+    is_evaluated = is_on(config) and not report.concerns("evaluation")
+    for held_out in held_out_sets(config) if is_evaluated else ():
         tasks[place_of_set(config, held_out)] = held_out.task
-    _check_prompts(tasks, config.model, report)
-    _check_texts(config, report)
+    only_rows = not may_import or report.concerns("task")
+    _check_prompts(tasks, config.model, only_rows, report)
+    if not only_rows:
+        _check_texts(config, report)
 
 
 def check_recorded_rollouts(config: Config, loss: Loss, report: Report) -> None:
@@ -230,11 +250,12 @@ def _check_number_of_rows(
         )
 
 
-def check_models(config: Config, report: Report, may_import: bool) -> None:
+def check_models(config: Config, report: Report, may_import: bool, is_clear: bool) -> None:
     """Add what is wrong with models to a report.
 
     Each is opened as the run does, but for its weights; of one on the hub, its config.json.
     may_import: whether the code of the task, which the tokens may come from, may be imported.
+    is_clear: whether no problem is with a word that may mean any key.
     """
     is_random = isinstance(config.model, HuggingFaceModelSettings) and config.model.random_weights
     paths = {}
@@ -252,7 +273,11 @@ def check_models(config: Config, report: Report, may_import: bool) -> None:
         problem = _problem_of_model(os.getcwd(), path, is_random and key == "model.path")
         if problem:
             report.problems.append(problem.replace("model.path=", f"{key}="))
-    if not may_import or report.concerns("model", "kl", "critic", "task"):
+    if not is_clear or report.concerns("model"):
+        return
+    if config.rollout.name == "policy" and not measures_prompts(config):
+        _check_positions(config.model, config.rollout, report)
+    if not may_import or report.concerns("kl", "critic", "task"):
         return
     for key, path in further.items():
         refused = functools.partial(other_vocabulary_of_critic, path)
@@ -261,10 +286,14 @@ def check_models(config: Config, report: Report, may_import: bool) -> None:
         difference = _other_vocabulary(config.model, config.task, config.seed, path)
         if difference is not None:
             report.problems.append(refused(*difference))
-    if config.rollout.name != "policy" or measures_prompts(config):
+
+
+def _check_positions(model: Model, rollout: PolicyRolloutSettings, report: Report) -> None:
+    """Refuse completions that alone fill the model's positions."""
+    if report.concerns("rollout"):
         return
-    positions = _positions(config.model)
-    length = config.rollout.max_completion_length
+    positions = _positions(model)
+    length = rollout.max_completion_length
     if positions is not None and length is not None and length >= positions:
         report.refuse_value(
             key="rollout.max_completion_length",
@@ -320,24 +349,32 @@ def _problem_of_model(_directory: str, path: str, random_weights: bool) -> str |
     return None
 
 
-def _check_prompts(tasks: Mapping[str, TaskSettings], model: Model, report: Report) -> None:
+def _check_prompts(
+    tasks: Mapping[str, TaskSettings], model: Model, only_rows: bool, report: Report
+) -> None:
     """Read the prompts of training and evaluation, and make their verifiers.
 
-    tasks: by the keys below which they are set.
+    tasks: by the keys below which they are set. only_rows: no verifier is made.
     """
     for place, task in tasks.items():
         if not isinstance(task, PromptsTaskSettings | ConversationTaskSettings):
             continue
         no_template = ""
-        if model.name == "tiny":
+        if report.concerns("model"):
+            pass  # another one may be meant
+        elif model.name == "tiny":
             no_template = "model=tiny"
         elif task.chat == "never":
             no_template = "task.chat=never"
         model_path = getattr(model, "path", None)
         is_trained = place == "task"
-        task_report = _report_on_task(
-            os.getcwd(), pickle.dumps(task), no_template, model_path, is_trained
-        )
+        pickled_task = pickle.dumps(task)
+        if only_rows:
+            task_report = _report_on_rows(os.getcwd(), pickled_task)
+        else:
+            task_report = _report_on_task(
+                os.getcwd(), pickled_task, no_template, model_path, is_trained
+            )
         for problem in task_report.problems:
             if _failing(problem) not in map(_failing, report.problems):
                 report.problems.append(type(problem)(with_keys_of_set(problem, place)))
@@ -348,6 +385,19 @@ def _failing(problem: str) -> str:
     """Return the verifier that fails on an answer, without that answer: a set has its own prompts,
     and most often the verifier of training. Another problem is returned unchanged."""
     return problem.partition(" must score every text, ")[0]
+
+
+@functools.cache  # the jobs of a sweep share it
+def _report_on_rows(_directory: str, pickled_task: bytes) -> Report:
+    """Read the prompts of a task that is pickled to be a cache's key; report what is wrong."""
+    from pgtoolkit.tasks.prompt_tasks import PromptRows
+
+    task = pickle.loads(pickled_task)
+    report = Report()
+    if task.path is not None:
+        with errors_added_to(report):
+            PromptRows(task, 0, once=lambda read: read())
+    return report
 
 
 @functools.cache  # the jobs of a sweep share it
@@ -416,6 +466,9 @@ def _report_on_task(
                     use="model=huggingface with task.chat=auto",
                 )
             )
+    if report.problems:  # perhaps with a verifier, which is made before the rows are read
+        of_rows = _report_on_rows(_directory, pickled_task).problems
+        report.problems += [problem for problem in of_rows if problem not in report.problems]
     return report
 
 
@@ -452,7 +505,7 @@ def _check_texts(config: Config, report: Report) -> None:
 
     Of a model on the hub there is only config.json yet, so nothing is said of its tokens.
     """
-    groups = ("model", "kl", "task", "evaluation", "rollout", "accumulation")
+    groups = ("model", "kl", "task", "rollout", "accumulation")
     if report.concerns(*groups) or not has_tokenizer(config.model):
         return
     run = (config.model, config.task, config.seed)
@@ -462,7 +515,8 @@ def _check_texts(config: Config, report: Report) -> None:
     is_tiny = isinstance(config.model, TinyModelSettings)
     stop = list(getattr(config.rollout, "stop", []))
     positions = _positions(config.model)
-    for held_out in held_out_sets(config) if is_on(config) else ():
+    is_evaluated = is_on(config) and not report.concerns("evaluation")
+    for held_out in held_out_sets(config) if is_evaluated else ():
         # The tiny model's tokens are the characters of the task that it is trained on.
         if is_tiny and not stop and held_out.task == config.task:
             continue

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -20,8 +21,10 @@ from pgtoolkit.assembly.inputs import (
 from pgtoolkit.config.across import DEFAULTS
 from pgtoolkit.config.defaults import ByWeights
 from pgtoolkit.config.evaluation_sets import needs_sampler
+from pgtoolkit.config.keys import KEYS
 from pgtoolkit.config.models import has_window, sizes
 from pgtoolkit.config.own_code import chosen
+from pgtoolkit.config.rules.executed import imports
 from pgtoolkit.config.rules.loss_terms import notes_of_own_family
 from pgtoolkit.config.rules.run import no_triton
 from pgtoolkit.config.schema import Config, Sampler
@@ -51,6 +54,20 @@ _PROCESSES_PER_CORE = 16
 """A configuration of more processes is a typing mistake, and would fill the machine's memory before
 anybody could stop it."""
 
+_GROUPS = {"hydra", *(key.name.partition(".")[0] for key in KEYS)}
+
+_GROUPS_OF_LOSS = (
+    "loss",
+    "aggregation",
+    "correction",
+    "advantage",
+    "kl",
+    "entropy",
+    "critic",
+    "accumulation",
+)
+"""What the loss is made of, and what decides on the fields of recorded rows that it needs."""
+
 
 def check_machine(config: Config, report: Report) -> None:
     """Add to a report what this machine lacks, and what is wrong with the files that a run reads.
@@ -58,7 +75,10 @@ def check_machine(config: Config, report: Report) -> None:
     What reads keys that are refused already is not tried. Nor is code of the user's in a
     configuration that the rules refuse: nobody may have typed it.
     """
-    may_import = not report.is_refused
+    # Of a word that is no key, nobody knows which of the keys below it was meant to set.
+    is_clear = not report.is_refused or all(map(_is_of_known_group, report.problems))
+    may_import = not report.is_refused or (is_clear and not imports(config))
+    is_loss_refused = report.concerns(*_GROUPS_OF_LOSS)
     device = config.trainer.device
     if not report.concerns("kernel"):
         report.problems += lacking_devices(device, config.kernel)
@@ -66,14 +86,17 @@ def check_machine(config: Config, report: Report) -> None:
     _note_attention(config.model, device, report)
     _note_learning_rate(config.model, config.optimizer, report)
     _check_processes(config.parallelism, report)
-    if not report.concerns("rollout", "tracking"):
-        _check_places(config.rollout, config.tracking, report)
+    if not report.concerns("rollout"):
+        _check_folder(config.rollout, report)
+    if not report.concerns("tracking"):
+        _check_tracking(config.tracking, report)
     if needs_sampler(config) and not report.concerns("sampler"):
         _check_samplers(config.sampler, device, report)
-    check_models(config, report, may_import)
+    check_models(config, report, may_import, is_clear)
+    if is_clear:
+        check_inputs(config, report, may_import)
     if not may_import:
         return
-    check_inputs(config, report)
     if config.advantage.path is not None:
         from pgtoolkit.assembly.recorded_rollouts import estimator_of
 
@@ -94,7 +117,7 @@ def check_machine(config: Config, report: Report) -> None:
             own_parts(config.callbacks.own)
     is_recorded = config.rollout.name == "recorded"
     has_own_code = config.aggregation.reducer is not None or config.loss.name == "custom"
-    if is_recorded or has_own_code:
+    if (is_recorded or has_own_code) and not is_loss_refused:
         from pgtoolkit.assembly.loss import loss_of, note_on_advantages
 
         with errors_added_to(report):
@@ -106,6 +129,12 @@ def check_machine(config: Config, report: Report) -> None:
                 notes_of_own_family(config, loss.family, report)
             if is_recorded and not report.concerns("rollout", "model"):
                 check_recorded_rollouts(config, loss, report)
+
+
+def _is_of_known_group(problem: str) -> bool:
+    """Return whether a problem begins with a key, an option or an unknown key of a group."""
+    group = re.match(r"(?:Unknown key ')?(\w*)", problem)
+    return group is not None and group[1] in _GROUPS
 
 
 def lacking_devices(device: Device, kernel: KernelSettings) -> list[str]:
@@ -201,8 +230,8 @@ def _check_processes(parallelism: ParallelismSettings, report: Report) -> None:
     )
 
 
-def _check_places(rollout: RolloutSettings, tracking: TrackingSettings, report: Report) -> None:
-    """Refuse a folder, an MLflow store or a wandb account that the run could not write to."""
+def _check_folder(rollout: RolloutSettings, report: Report) -> None:
+    """Refuse a folder for rollouts that the run could not make."""
     save_path = getattr(rollout, "save_path", None)
     if save_path:
         obstacle = cannot_hold_files(Path(save_path).expanduser())
@@ -214,6 +243,10 @@ def _check_places(rollout: RolloutSettings, tracking: TrackingSettings, report: 
                 reason="It becomes a folder with one file per batch.",
                 use="rollout.save_path=recorded_rollouts",
             )
+
+
+def _check_tracking(tracking: TrackingSettings, report: Report) -> None:
+    """Refuse an MLflow store or a wandb account that the run could not write to."""
     if "wandb" in (tracking.name, *tracking.also):
         problem = problem_of_settings()
         if problem:

@@ -78,7 +78,8 @@ def compose_sweep(overrides: list[str], sweep_file: Path | None = None) -> Sweep
     of_hydra_itself = [
         problem for problem in node.problems if problem.startswith(("hydra.", "hydra/"))
     ]
-    if node.config is None or of_hydra_itself:
+    if node.config is None or (of_hydra_itself and node.problems_of_files):
+        # What a refused file says for Hydra is not read: to resolve it may run code.
         return SweepConfig(of_hydra_itself or node.problems)
     hydra = node.config.hydra
     params = hydra.sweeper.get("params") or {}
@@ -87,13 +88,15 @@ def compose_sweep(overrides: list[str], sweep_file: Path | None = None) -> Sweep
     varying = _varying(described)
     keys = dict.fromkeys(key_of(override) for job in described for override in job)
     sweep = SweepConfig(
-        problems=[*given_twice(parse(overrides)[0]), *node.problems_of_files],
+        problems=[*of_hydra_itself, *given_twice(parse(overrides)[0]), *node.problems_of_files],
         jobs=described,
         varying=varying,
         unnamed=[key for key in keys if key not in varying] if varying else [],
-        of_hydra=of_hydra,
+        of_hydra=[] if of_hydra_itself else of_hydra,
         sweep_file=sweep_file,
     )
+    if of_hydra_itself:  # where the jobs are to run is not known, only what they are
+        return sweep
     sweep.sweeper = str(hydra.runtime.choices.get("hydra/sweeper"))
     if hydra.sweeper.get("kind") == SEARCH:
         drawn = axes(overrides_of_jobs)

@@ -76,9 +76,9 @@ def evaluate_command(
         _refuse_flags_of_runs(source, step, best, training_prompts)
     command = "pgtk evaluate" + ("" if source is None else f" {source}")
     trained = None if run_dir is None else saved_config(run_dir)
-    chosen = _configuration(command, source, trained, overrides, on)
+    chosen, problems = _configuration(command, source, trained, overrides, on)
     try:
-        notes = _check(chosen)
+        notes = _check(chosen, problems)
     except (ConfigError, DataError) as error:
         raise type(error)(_as_typed(str(error), on)) from error
     for note in notes:
@@ -145,12 +145,13 @@ def _configuration(
     trained: Config | None,
     typed: list[str],
     on: Sequence[str],
-) -> Config:
-    """Return the configuration of an evaluation, without the keys of training.
+) -> tuple[Config, list[str]]:
+    """Return the configuration of an evaluation, without the keys of training, and the problems of
+    its overrides.
 
     trained: the configuration of the run that is evaluated; None where it is a model.
     on: as for `evaluate_command`.
-    Raises ConfigError with all problems.
+    Raises ConfigError where nothing can be composed.
     """
     overrides = _on_prompts(typed, trained, on) if on else typed
     if trained is not None:
@@ -160,11 +161,10 @@ def _configuration(
             overrides = [*_model_overrides(command, source, typed), *overrides]
         composed = compose(overrides, evaluate="model")
     problems = composed.problems
-    if trained is not None and composed.config is not None and not on:
-        problems = problems + _in_no_set(composed.config, trained, typed)
-    if problems:
+    if composed.config is None:
         raise refused(problems)
-    assert composed.config is not None
+    if trained is not None and not on:
+        problems = problems + _in_no_set(composed.config, trained, typed)
     measured_once: dict[str, object] = {
         "evaluation.every": 1,
         "evaluation.best": None,
@@ -174,7 +174,7 @@ def _configuration(
         measured_once["evaluation.sets"] = _sets_on(on, composed.config, trained, typed)
         if trained is not None:  # the tiny model's tokens are the characters of this task
             measured_once["task"] = trained.task
-    return absolute_paths(with_values(composed.config, measured_once))
+    return absolute_paths(with_values(composed.config, measured_once)), problems
 
 
 def _model_overrides(command: str, folder: Path, typed: list[str]) -> list[str]:
@@ -389,9 +389,13 @@ def _note_shared_prompts(trained: Config, chosen: Config, num_asked: int) -> Non
         )
 
 
-def _check(config: Config) -> list[str]:
-    """Return the notes on a configuration; raises ConfigError or DataError with all problems."""
+def _check(config: Config, problems: list[str]) -> list[str]:
+    """Return the notes on a configuration; raises ConfigError or DataError with all problems.
+
+    problems: those that are known already.
+    """
     _, report = validate(config, rules=(ignored, run.model, evaluated, sampler.sampler))
+    report.problems[:0] = problems
     # The rules of training must not look at the prompts of the task, and nothing is tracked.
     untrained = with_values(config, {"rollout.name": "none", "tracking.name": "none"})
     if not report.is_refused:

@@ -108,19 +108,17 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
         override hydra.run.dir.
     """
     folder_overrides = [item for item in overrides if key_of(item) == "hydra.run.dir"]
-    if step is None and folder_overrides:
-        raise ConfigError(
-            refusal(
-                setting=folder_overrides[0],
-                needs="--step N, which makes a run of its own",
-                got="none",
-                reason="A run goes on where it lies.",
-                use=f"pgtk resume {shell_path(run_dir)} --step N {folder_overrides[0]}",
-            )
-        )
     overrides = [item for item in overrides if item not in folder_overrides]
     composed = compose(overrides, run_dir=run_dir)
     run = check_run(composed, overrides)
+    if step is None and folder_overrides:
+        run.report.refuse(
+            setting=folder_overrides[0],
+            needs="--step N, which makes a run of its own",
+            got="none",
+            reason="A run goes on where it lies.",
+            use=f"pgtk resume {shell_path(run_dir)} --step N {folder_overrides[0]}",
+        )
     if step is None:
         assert composed.saved is not None
         accepted = [item for item in overrides if not is_refused(key_of(item), composed.problems)]

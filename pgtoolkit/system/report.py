@@ -56,8 +56,8 @@ class Report:
 
     def concerns(self, *groups: str) -> bool:
         """Return whether a problem is with one of these keys, or with a key or an option of one of
-        these groups."""
-        beginning = re.compile(rf"(?:{'|'.join(groups)})\b")
+        these groups. Any of a group's keys may be meant by one that it does not have."""
+        beginning = re.compile(rf"(?:Unknown key ')?(?:{'|'.join(groups)})\b")
         return any(beginning.match(problem) for problem in self.problems)
 
     def note(self, sentence: str) -> None:

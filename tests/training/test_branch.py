@@ -293,7 +293,9 @@ def test_a_branch_inside_its_parent_is_refused_and_leaves_it_alone(copied, capsy
 
 
 def test_a_branch_without_a_step_is_refused(copied, tmp_path, capsys):
-    error = refusal(capsys, "resume", copied, f"hydra.run.dir={tmp_path / 'new'}")
+    folder = f"hydra.run.dir={tmp_path / 'new'}"
+    error = refusal(capsys, "resume", copied, folder, "trainer.max_steps=0")
+    assert "trainer.max_steps=0 needs a whole number from 1" in error
     assert "needs --step N, which makes a run of its own (got none)" in error
-    usage = f"pgtk resume {shell_path(copied)} --step N hydra.run.dir={tmp_path / 'new'}"
+    usage = f"pgtk resume {shell_path(copied)} --step N {folder}"
     assert f"Use {usage}." in error

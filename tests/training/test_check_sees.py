@@ -120,6 +120,59 @@ def test_a_problem_of_the_task_is_told_once_and_of_no_set_and_of_a_set_with_its_
     assert problem.startswith(beginning)
 
 
+WRONG_RATE = "optimizer.learning_rate=-1"
+NO_PROMPTS = ("task=prompts", "task.path=bad.jsonl")
+OF_PROMPTS = "the prompts of task.path=bad.jsonl cannot be used"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "beginnings"),
+    [
+        ([*NO_PROMPTS, WRONG_RATE], [WRONG_RATE, OF_PROMPTS]),
+        ([*NO_PROMPTS, "trainer.max_step=3"], ["Unknown key 'trainer.max_step'", OF_PROMPTS]),
+        ([*NO_PROMPTS, "task.verifier_seconds=-1"], ["task.verifier_seconds=-1", OF_PROMPTS]),
+        ([*NO_PROMPTS, "task.verifier=no.such"], ["task.verifier=no.such", OF_PROMPTS]),
+        ([*NO_PROMPTS, "task.verifier=loud_judge.judge", WRONG_RATE], [WRONG_RATE, OF_PROMPTS]),
+        ([*NO_PROMPTS, "evaluation.every=-1"], ["evaluation.every=-1", OF_PROMPTS]),
+        (
+            ["rollout=recorded", "rollout.path=bad.jsonl", WRONG_RATE],
+            [WRONG_RATE, "the recorded rollouts cannot be trained on"],
+        ),
+        (
+            ["rollout.save_path=dangling", "tracking.run_name=../x"],
+            ["tracking.run_name=../x", "rollout.save_path=dangling"],
+        ),
+        # What was meant by these may be the file, the column, or another way to rollouts.
+        ([*NO_PROMPTS, "task.prompt_feld=question"], ["Unknown key 'task.prompt_feld'"]),
+        ([*NO_PROMPTS, "prompt_feld=question"], ["Unknown key 'prompt_feld'"]),
+        ([*NO_PROMPTS, "experiment=nope"], ["experiment=nope"]),
+        ([*NO_PROMPTS, "rollout=recordd"], ["rollout=recordd"]),
+        (["rollout=recorded", "rollout.path=bad.jsonl", "loss=gpso"], ["loss=gpso"]),
+    ],
+)
+def test_problems_of_keys_and_of_files_are_told_together(
+    tmp_path, monkeypatch, overrides, beginnings
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("bad.jsonl").write_text('{"question": "1+2=", "answer": "3"}\n')
+    Path("loud_judge.py").write_text("raise AssertionError('imported for a refused command')\n")
+    Path("dangling").symlink_to("/nowhere/at/all")
+    told = problems(check(["tracking=none", *overrides]))
+    assert len(told) == len(beginnings)
+    for problem, beginning in zip(told, beginnings, strict=True):
+        assert problem.startswith(beginning)
+
+
+def test_a_key_that_hydra_lacks_hides_no_problem_of_the_jobs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = problems(check(["hydra.sweep.dirr=x", "loss=grpo,gpso"], multirun=True))
+    assert [problem.partition(" needs ")[0] for problem in told] == [
+        "hydra.sweep.dirr=x",
+        "loss=gpso: loss=gpso",
+    ]
+
+
 def test_notes_on_the_prompts_of_each_run_of_a_sweep_name_the_runs_that_they_are_of(
     tmp_path, monkeypatch
 ):

@@ -463,6 +463,12 @@ def test_the_columns_of_other_files_are_named_once_by_keys_that_can_be_typed(
         "  1 of the 1 row read lacks prompt. Use task.prompt_field=question.",
         "  1 of the 1 row read lacks answer. Use task.answer_field=solution.",
     ]
+    assert main([*words, "sampler.max_sequences=-1"]) == 2
+    assert [line[:29] for line in capsys.readouterr().err.splitlines()[1:4]] == [
+        "  sampler.max_sequences=-1 ne",
+        "  the prompts of evaluation.s",
+        "  renamed.jsonl:1:prompt: is ",
+    ]
     assert main([*words, "task.prompt_field=question", "task.answer_field=solution"]) == 0
     assert evaluated_sets(capsys.readouterr().out) == {"renamed": (1, "renamed.jsonl")}
 
