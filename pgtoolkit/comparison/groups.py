@@ -29,6 +29,7 @@ from pgtoolkit.comparison.notes import (
     notes_of,
     notes_of_equal_numbers,
 )
+from pgtoolkit.comparison.pairs import block_of, leave_out_unpaired
 from pgtoolkit.comparison.statistics import Comparisons, Sample
 from pgtoolkit.config.keys import KEYS, OPTION_KEYS, changes_learning, is_inside, key_named, shown
 from pgtoolkit.config.own_code import as_typed, with_defaults
@@ -135,27 +136,18 @@ def compare(
         compared.following = [
             name for name in map(shown, following_best) if name not in compared.keys
         ]
-    primary = None
-    if against is not None:
-        primary = planned(compared, against)
-    elif compared.first.counted:
-        others = [group for group in compared.groups if group is not compared.first]
-        compared.groups = [compared.first, *others]
+    primary = _bases_first(compared, against)
     compared.axis = compared.axis or [key for key in compared.keys if key not in compared.asked]
     compared.name_groups()
-    samples = [_sample(compared, group, keys + following, blocks) for group in compared.groups]
-    numbers = recorded_numbers(compared.groups)
-    # Runs on tasks of several blocks are compared task by task.
-    only_paired = any(alters(key, metric) for key in blocks)
-    samples = [
-        replace(sample, measure=measured, only_paired=only_paired, numbers=numbers[place])
-        for place, (sample, measured) in enumerate(
-            zip(samples, _measures_of(compared, blocks), strict=True)
-        )
-    ]
+    if blocks:
+        samples = _samples(compared, keys + following)
+        compared.left_out += leave_out_unpaired(compared, samples, primary)
+        compared.groups = _ranked(compared)
+        primary = _bases_first(compared, against)
+    samples = _samples(compared, keys + following)
     compared.comparisons = Comparisons(samples, margin, primary)
     compared.notes += notes_of(compared)
-    compared.notes += notes_of_equal_numbers(compared, numbers)
+    compared.notes += notes_of_equal_numbers(compared, [sample.numbers for sample in samples])
     compared.notes += code_notes(compared, readable, ignore_code)
     compared.notes += notes_on_other_prompts(
         [run for group in compared.groups for run in group.counted]
@@ -401,6 +393,43 @@ def _ranked(compared: Compared) -> list[RunGroup]:
     return sorted(compared.groups, key=lambda group: places.get(id(group), [inf]))
 
 
+def _bases_first(compared: Compared, against: str | None) -> set[tuple[int, int]] | None:
+    """Move the bases to the front of the groups. Return the pairs that are planned, or None for
+    every pair.
+
+    against: see `compare`. Without it the sweep's first configuration is the base, or the best one
+    where no run of that counts.
+    """
+    if against is not None:
+        return planned(compared, against)
+    if not compared.first.counted:
+        compared.first = compared.groups[0]
+    others = [group for group in compared.groups if group is not compared.first]
+    compared.groups = [compared.first, *others]
+    return None
+
+
+def _samples(compared: Compared, varying: Sequence[str]) -> list[Sample]:
+    """Return the tested values of each group, and what they measure.
+
+    varying: see `_sample`.
+    """
+    numbers = recorded_numbers(compared.groups)
+    # Runs on tasks of several blocks are compared task by task.
+    only_paired = any(alters(key, compared.metric) for key in compared.over)
+    return [
+        replace(
+            _sample(compared, group, varying, compared.over),
+            measure=measured,
+            only_paired=only_paired,
+            numbers=numbers[place],
+        )
+        for place, (group, measured) in enumerate(
+            zip(compared.groups, _measures_of(compared, compared.over), strict=True)
+        )
+    ]
+
+
 def _sample(
     compared: Compared, group: RunGroup, varying: Sequence[str], blocks: Sequence[str] = ()
 ) -> Sample:
@@ -412,7 +441,7 @@ def _sample(
         declared = key_named(key, config) if key in config else None
         if declared is not None and declared.fixed == POSITION:
             prompts[name] = sorted({repr(learned(run, name)) for run in group.counted})
-    blocks_of_runs = [_block(run, blocks) for run in group.counted]
+    blocks_of_runs = [block_of(run, blocks) for run in group.counted]
     values = dict(zip(blocks_of_runs, compared.tested_values(group), strict=True))
     is_bound = compared.by_documents and compared.arrived(group) < len(group.counted)
     return Sample(values, prompts, is_bound=is_bound)
@@ -433,11 +462,6 @@ def _measures_of(compared: Compared, blocks: Sequence[str]) -> list[str]:
         for group in compared.groups
     ]
     return [repr(place if text is None else text) for place, text in enumerate(measured)]
-
-
-def _block(run: Run, blocks: Sequence[str]) -> tuple:
-    """Return the values that pair a run with others: of the --over keys, and the seed."""
-    return (*(repr(learned(run, key)) for key in blocks), run.config["seed"])
 
 
 def _varying(
@@ -528,7 +552,7 @@ def _count(group: RunGroup, metric: str, blocks: Sequence[str]) -> list[tuple[Ru
         if not (run.state == "done" or run.collapsed) or not run.values(metric):
             others.append((run, run.why_not_counted(metric)))
             continue
-        block = _block(run, blocks)
+        block = block_of(run, blocks)
         if block in by_block:
             older, run = sorted((by_block[block], run), key=lambda run: run.last("time"))
             reason = f"same configuration and seed as {run.name}, which is newer"

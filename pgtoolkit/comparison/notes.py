@@ -8,6 +8,7 @@ import numpy as np
 
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup
 from pgtoolkit.comparison.measures import DOCUMENTS, apart_of
+from pgtoolkit.comparison.pairs import block_of
 from pgtoolkit.runs.find import DROPPED, Run
 from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE
 from pgtoolkit.system.report import is_number, text
@@ -101,6 +102,17 @@ def _best_of_notes(compared: Compared, key: str) -> list[str]:
         "or noisier ones: further seeds of the chosen ones tell"
     ]
     for group in compared.groups:
+        counts = {value: len(group.tried[value].counted) for value in group.tried}
+        blocks = [
+            sorted(block_of(run, compared.over) for run in tried.counted)
+            for tried in group.tried.values()
+        ]
+        if any(others != blocks[0] for others in blocks[1:]):
+            numbers = ", ".join(f"{count} with {value}" for value, count in counts.items())
+            notes.append(
+                f"{group.label}: the {compared.blocks}s are not the same at each {key} "
+                f"({numbers}), so its choice compares means of different ones"
+            )
         tried = [value for value in compared.tried if value in group.tried]
         chosen = text(group.values[key])
         if len(tried) > 1 and is_number(group.values[key]) and chosen in (tried[0], tried[-1]):

@@ -19,11 +19,17 @@ from pgtoolkit.comparison.compared_runs import Compared, RunGroup, learned
 from pgtoolkit.comparison.figure import picture
 from pgtoolkit.comparison.measures import AXES, reached
 from pgtoolkit.comparison.no_verdict import without_verdict
+from pgtoolkit.comparison.pairs import of_blocks
 from pgtoolkit.comparison.seed_noise import as_numbers, noise_of, noise_sentences
-from pgtoolkit.comparison.statistics import Comparison, mean_and_std, mean_interval
+from pgtoolkit.comparison.statistics import (
+    Comparison,
+    mean_and_std,
+    mean_interval,
+    paired_blocks,
+)
 from pgtoolkit.runs.series import best
 from pgtoolkit.system.pictures import format_of, saying_why_not_drawn
-from pgtoolkit.system.report import text
+from pgtoolkit.system.report import plural, text
 from pgtoolkit.system.safe_text import escaped, legible
 
 _TABLES = 20
@@ -61,6 +67,8 @@ def write(
 class ReportRow:
     """A configuration with its tested values and how they differ from those of its base.
 
+    group: with the runs that are paired with those of the base alone, where they are. The numbers
+        of the row are of these.
     mean: None without a counted run. interval, std: None with fewer than two.
     num_reached: the runs that reached the threshold, None without one.
     pair: the planned comparison with its base, None for a base itself.
@@ -86,10 +94,16 @@ def configurations(compared: Compared) -> list[ReportRow]:
     pairs = {pair.second: pair for pairs in text_report.planned(compared) for pair in pairs}
     bases = {pair.first for pair in pairs.values()}
     rows = []
+    samples = compared.comparisons.samples
     for place, group in enumerate(compared.groups):
-        mean, std = mean_and_std(compared.tested_values(group))
-        interval = mean_interval(compared.comparisons.samples[place])
+        sample = samples[place]
         pair = pairs.get(place)
+        if pair is not None and pair.paired:
+            blocks = paired_blocks(samples[pair.first], sample)
+            group = of_blocks(compared, group, blocks)
+            sample = sample.only(blocks)
+        mean, std = mean_and_std(compared.tested_values(group))
+        interval = mean_interval(sample)
         if pair is not None:
             verdict = text_report.verdict(pair, compared.sign, compared.margin)
         else:
@@ -105,6 +119,7 @@ def configuration_rows(compared: Compared) -> list[list[object]]:
     tested = ["n", "reached", "measured", "mean", "mean_bound", "mean_low", "mean_high", "std"]
     difference = [
         "against",
+        "against_mean",
         "difference",
         "difference_bound",
         "difference_low",
@@ -127,6 +142,7 @@ def configuration_rows(compared: Compared) -> list[list[object]]:
         else:
             cells += [
                 compared.groups[pair.first].label,
+                pair.means[0],
                 pair.difference,
                 text_report.bound_of(compared, pair) or None,
                 *(pair.interval or (None, None)),
@@ -175,15 +191,20 @@ def _latex(compared: Compared, command: str) -> str:
             cells += [text_report.p_value(pair.equal_p) or "--" for _ in equal]
         rows.append([*cells, row.verdict])
     pairs = [pair for of_base in text_report.planned(compared) for pair in of_base]
+    excluded = text_report.left_out(compared)
+    if excluded:
+        excluded = [f"{plural(len(excluded), 'run')} excluded from averages:", *excluded]
     sentences = [
         f"Made by {command}",
         *text_report.definition_of_tested_mean(compared),
-        text_report.question(compared),
+        text_report.question(compared, pairs),
         *more_than_the_axis(compared, pairs),
         *without_verdict(compared, pairs),
+        *text_report.of_shared_runs(compared, pairs),
         *text_report.worth_of_intervals(pairs),
         *([text_report.UNKNOWN] if any(row[-1] == "unknown" for row in rows) else []),
         *text_report.without_noise(compared, pairs),
+        *excluded,
         "seeds, better and test of each difference: pgtk compare without --latex prints them.",
     ]
     comments = [f"% {legible(line)}" for sentence in sentences for line in sentence.splitlines()]
@@ -378,7 +399,6 @@ def html_parts(compared: Compared, problems: Sequence[str] = ()) -> tuple[list[s
     parts = [
         table_as_html(text_report.group_rows(compared)),
         _sentences(text_report.definitions(compared)),
-        f"<h2>{escaped(text_report.question(compared))}</h2>",
         *_tables_of_differences(compared),
     ]
     if excluded:
@@ -392,7 +412,8 @@ def html_parts(compared: Compared, problems: Sequence[str] = ()) -> tuple[list[s
 
 
 def _tables_of_differences(compared: Compared) -> list[str]:
-    """Return a table for each of the best configurations, and sentences on how to read them."""
+    """Return the question, a table for each of the best configurations, and sentences on how to
+    read them."""
     parts = []
     shown = []
     for place, group in enumerate(compared.groups[:_TABLES]):
@@ -405,7 +426,8 @@ def _tables_of_differences(compared: Compared) -> list[str]:
     sentences = more_than_the_axis(compared, shown)
     sentences += without_verdict(compared, shown) + text_report.worth(compared, shown)
     sentences += noise_sentences(compared, noise_of(compared))
-    return [*parts, _sentences(sentences)]
+    question = f"<h2>{escaped(text_report.question(compared, shown))}</h2>"
+    return [question, *parts, _sentences(sentences)]
 
 
 def _sentences(sentences: Sequence[str]) -> str:

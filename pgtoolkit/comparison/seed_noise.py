@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import sqrt
 
 import numpy as np
@@ -16,6 +17,7 @@ from pgtoolkit.comparison.statistics import (
     POWER,
     Sample,
     mean_and_std,
+    paired_blocks,
     seeds_needed,
 )
 from pgtoolkit.config.keys import shown
@@ -33,8 +35,9 @@ class SeedNoise:
     spread: the standard deviation of a run's value between seeds, pooled over configurations.
     freedom: its degrees of freedom.
     range: the smallest and the largest such deviation of one configuration.
-    paired_spread: that of the difference of two runs with the same seed; None where configurations
-        do not have the same seeds, or there is only one.
+    paired_spread: that of the difference of two runs with the same seed, pooled over the pairs of
+        configurations that are compared; None where one of these pairs does not have the same
+        seeds, or there is none.
     """
 
     spread: float
@@ -57,9 +60,14 @@ class SeedNoise:
         return seeds_needed(difference, [self.spread**2] * 2)
 
 
-def seed_noise(samples: Sequence[Sample]) -> SeedNoise | None:
+def seed_noise(
+    samples: Sequence[Sample], pairs: Collection[tuple[int, int]] | None = None
+) -> SeedNoise | None:
     """Return the noise in the values of configurations, each by block; None where none has two
-    seeds, or their values do not differ."""
+    seeds, or their values do not differ.
+
+    pairs: the places of the configurations that are compared; None for every pair.
+    """
     groups = [values for sample in samples for values in sample.strata.values() if len(values) > 1]
     if not groups:
         return None
@@ -69,22 +77,46 @@ def seed_noise(samples: Sequence[Sample]) -> SeedNoise | None:
     spread = sqrt(sum((len(values) - 1) * std**2 for values, std in squares) / freedom)
     if spread == 0:
         return None
-    return SeedNoise(spread, freedom, (min(deviations), max(deviations)), _paired_spread(samples))
+    with_values = [sample for sample in samples if sample.values]
+    kinds = {
+        (tuple(sorted(sample.values)), repr(sample.prompts), repr(sample.measure))
+        for sample in with_values
+    }
+    if pairs is not None:
+        paired = _spread_of_pairs((samples[first], samples[second]) for first, second in pairs)
+    elif len(kinds) == 1:
+        paired = _spread_of_all_pairs(with_values)
+    else:
+        paired = _spread_of_pairs(itertools.combinations(with_values, 2))
+    return SeedNoise(spread, freedom, (min(deviations), max(deviations)), paired)
 
 
-def _paired_spread(samples: Sequence[Sample]) -> float | None:
-    """Return the standard deviation of the difference of two runs with the same block.
+def _spread_of_pairs(pairs: Iterable[tuple[Sample, Sample]]) -> float | None:
+    """Return the standard deviation of the difference of two runs with the same block, pooled over
+    pairs of configurations of which each has its own mean difference; None where one of them is
+    tested and not paired."""
+    squares = 0.0
+    freedom = 0
+    for first, second in pairs:
+        if not first.values or not second.values or first.measure != second.measure:
+            continue
+        blocks = paired_blocks(first, second)
+        if not blocks:
+            return None
+        x = first.only(blocks).in_order
+        y = second.only(blocks).in_order
+        changes = without_rounding(y - x - (y - x).mean(), max(abs(x).max(), abs(y).max()))
+        squares += float((changes**2).sum())
+        freedom += len(blocks) - 1
+    return sqrt(squares / freedom) if squares else None
+
+
+def _spread_of_all_pairs(samples: Sequence[Sample]) -> float | None:
+    """Return what `_spread_of_pairs` returns of every pair of samples that have the same blocks.
 
     It is that of two values without the means of their configurations and of their blocks.
     """
-    blocks = {tuple(sorted(sample.values)) for sample in samples if sample.values}
-    prompts = {repr(sample.prompts) for sample in samples if sample.values}
-    if len(blocks) != 1 or len(prompts) != 1:
-        return None
-    (shared,) = blocks
-    values = np.array(
-        [[sample.values[block] for block in shared] for sample in samples if sample.values]
-    )
+    values = np.array([sample.in_order for sample in samples])
     if min(values.shape) < 2:
         return None
     largest = abs(values).max()
@@ -102,8 +134,8 @@ def noise_of(compared: Compared) -> SeedNoise | None:
         values = [run.final for run in group.reached]
         if compared.goal.measure == "area":
             values = compared.tested_values(group)
-        samples.append(Sample(dict(zip(sample.values, values, strict=True)), sample.prompts))
-    return seed_noise([sample for sample in samples if sample.values])
+        samples.append(replace(sample, values=dict(zip(sample.values, values, strict=True))))
+    return seed_noise(samples, compared.comparisons.primary)
 
 
 def noise_sentences(

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +65,15 @@ class Sample:
     is_bound: bool = False
     only_paired: bool = False
     numbers: str | None = None
+
+    @property
+    def in_order(self) -> np.ndarray:
+        """The values in the order of their blocks."""
+        return np.array([self.values[block] for block in sorted(self.values)])
+
+    def only(self, blocks: Collection[tuple]) -> Sample:
+        """Return the sample of these blocks alone."""
+        return replace(self, values={block: self.values[block] for block in blocks})
 
     @property
     def strata(self) -> dict[tuple, np.ndarray]:
@@ -137,8 +145,9 @@ class Comparison:
     """The test of a pair of samples.
 
     first, second: the places of the samples in the list that `Comparisons` got.
-    counts: the number of values of each.
-    paired: whether values are compared block by block; else as independent samples.
+    paired: whether values are compared block by block; else as independent samples. All numbers of
+        a pair are then of the blocks that both have.
+    counts, means: the number of values of each, and their mean.
     difference: of the means, second - first.
     interval: the bootstrap interval of the difference.
     p: of a t-test that the means differ.
@@ -160,6 +169,7 @@ class Comparison:
     first: int
     second: int
     counts: tuple[int, int]
+    means: tuple[float, float]
     paired: bool
     difference: float
     interval: tuple[float, float] | None = None
@@ -195,9 +205,7 @@ class Comparisons:
         self.margin = margin
         self.primary = primary
         self._values = {
-            place: np.array([sample.values[block] for block in sorted(sample.values)])
-            for place, sample in enumerate(samples)
-            if sample.values
+            place: sample.in_order for place, sample in enumerate(samples) if sample.values
         }
         self._pairings = [_pairing_of(sample) for sample in samples]
         # Arrays over pairs of places.
@@ -225,18 +233,6 @@ class Comparisons:
         """The number of pairs for which p is adjusted: those that were planned and have a p."""
         return int(np.count_nonzero(~np.isnan(self._p[self._is_planned])))
 
-    @property
-    def paired(self) -> set[bool]:
-        """The kinds of pairs that there are: the set has True if some are paired, and False if some
-        are independent."""
-        samples_by_pairing = Counter(self._pairings[place] for place in self._values)
-        kinds = set()
-        if any(count > 1 for count in samples_by_pairing.values()):
-            kinds.add(True)
-        if len(samples_by_pairing) > 1:
-            kinds.add(False)
-        return kinds
-
     def against(self, first: int) -> list[Comparison]:
         """Return the tests of the sample at this place against each later one.
 
@@ -248,17 +244,20 @@ class Comparisons:
 
     def _compare(self, first: int, second: int) -> Comparison:
         """Return the test of the samples at these places, with its interval."""
-        x, y, paired = _matched(self.samples[first], self.samples[second])
+        base, other, paired = _matched(self.samples[first], self.samples[second])
+        x = base.in_order
+        y = other.in_order
         largest = max(abs(x).max(), abs(y).max())
         difference = float(without_rounding(y.mean() - x.mean(), largest))
-        pair = Comparison(first, second, (x.size, y.size), paired, difference)
+        means = (float(x.mean()), float(y.mean()))
+        pair = Comparison(first, second, (x.size, y.size), means, paired, difference)
         pair.exploratory = not self._is_planned[first, second]
         numbers = self.samples[first].numbers
         pair.identical = numbers is not None and numbers == self.samples[second].numbers
         pair.is_common = not self._is_unlike[first, second]
         if not pair.is_common:
             return pair
-        pair.improvement = improvement(self.samples[first], self.samples[second])
+        pair.improvement = improvement(base, other)
         if min(pair.counts) < 2:
             return pair
         p = float(self._p[first, second])
@@ -297,16 +296,21 @@ def _pairing_of(sample: Sample) -> tuple:
     return (None if has_over else blocks), repr(sample.prompts)
 
 
-def _matched(first: Sample, second: Sample) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Return (values of the first, values of the second, whether the samples are paired).
+def paired_blocks(first: Sample, second: Sample) -> list[tuple]:
+    """Return the blocks of which the values of two samples are paired; [] if the samples are
+    independent."""
+    if _pairing_of(first) != _pairing_of(second):
+        return []
+    return sorted(first.values.keys() & second.values)
 
-    If they are paired, the values are those of the blocks that both have, in the same order.
-    """
-    shared = first.values.keys() & second.values
-    paired = bool(shared) and _pairing_of(first) == _pairing_of(second)
-    x = np.array([first.values[block] for block in sorted(shared if paired else first.values)])
-    y = np.array([second.values[block] for block in sorted(shared if paired else second.values)])
-    return x, y, paired
+
+def _matched(first: Sample, second: Sample) -> tuple[Sample, Sample, bool]:
+    """Return (the first sample, the second, whether they are paired): if they are, of the blocks
+    that both have."""
+    blocks = paired_blocks(first, second)
+    if not blocks:
+        return first, second, False
+    return first.only(blocks), second.only(blocks), True
 
 
 def _p_values(
@@ -341,15 +345,16 @@ def _p_values(
             tests = _independent_tests(summary, i)
             if has_over:
                 for other in same_pairing:
-                    x, y, paired = _matched(samples[place], samples[tested[other]])
+                    base, second, paired = _matched(samples[place], samples[tested[other]])
                     if paired:
-                        tests.pair_shared_blocks(other - i - 1, y - x)
+                        tests.pair_shared_blocks(other - i - 1, base.in_order, second.in_order)
             elif same_pairing:
                 changes = np.array([values[tested[other]] for other in same_pairing])
                 tests.pair_all_blocks(np.array(same_pairing) - i - 1, changes - values[place])
             standard_error = np.sqrt(tests.variance)
             p = 2 * stdtr(tests.freedom, -abs(tests.difference) / standard_error)
-            width = margin_of(margin, summary.mean[i]) if margin else 0
+            of_base = abs(tests.base) if margin and margin.endswith("%") else 1
+            width = margin_of(margin) * of_base if margin else 0
             p_within = stdtr(tests.freedom, (abs(tests.difference) - width) / standard_error)
         largest = np.maximum(summary.largest[later], summary.largest[i])
         no_noise = without_rounding(tests.noise, largest) == 0
@@ -388,8 +393,10 @@ class _Tests:
 
     difference: of the means, later - this one. variance: of that difference. freedom: its degrees
     of freedom. noise: the highest - the lowest of the values, or of the paired differences.
+    base: the mean of this one, of the blocks that are compared.
     """
 
+    base: np.ndarray
     difference: np.ndarray
     variance: np.ndarray
     freedom: np.ndarray
@@ -405,11 +412,13 @@ class _Tests:
         self.freedom[at] = num_blocks - 1
         self.noise[at] = np.ptp(changes, axis=1)
 
-    def pair_shared_blocks(self, at: int, change: np.ndarray) -> None:
+    def pair_shared_blocks(self, at: int, x: np.ndarray, y: np.ndarray) -> None:
         """Make the test `at` that of paired samples which share some blocks.
 
-        change: (blocks,), the differences by shared block.
+        x, y: (blocks,), the values of this one and of the later one by shared block.
         """
+        change = y - x
+        self.base[at] = x.mean()
         self.difference[at] = change.mean()
         self.variance[at] = change.var(ddof=1) / change.size if change.size > 1 else np.nan
         self.freedom[at] = change.size - 1
@@ -425,6 +434,7 @@ def _independent_tests(summary: _Summary, i: int) -> _Tests:
         mean_variance[i] ** 2 / (size[i] - 1) + mean_variance[later] ** 2 / (size[later] - 1)
     )
     return _Tests(
+        base=np.full(len(mean) - i - 1, mean[i]),
         difference=mean[later] - mean[i],
         variance=variance,
         freedom=freedom,

@@ -60,14 +60,13 @@ def render_comparison(compared: Compared, keys_are_shown: bool = False) -> str:
         lines += folded(sentence, "", "  ")
     rows = tried_rows(compared)
     if rows:
-        lines += [
-            "",
-            *folded(f"{compared.measured} by {compared.best_of}, mean over {compared.blocks}s:"),
-        ]
+        over = f"mean over {compared.blocks}s (number of runs)"
+        lines += ["", *folded(f"{compared.measured} by {compared.best_of}, {over}:")]
         if is_numbered:
             rows = _numbered(rows, range(len(compared.groups)), len(compared.keys) - 1)
         lines += [f"  {row}" for row in aligned(rows)]
-    lines += ["", *folded(question(compared))]
+    pairs_shown = [pair for pairs in shown for pair in pairs]
+    lines += ["", *folded(question(compared, pairs_shown))]
     for pairs in shown:
         base = compared.groups[pairs[0].first]
         number = f"{pairs[0].first + 1}: " if is_numbered else ""
@@ -77,11 +76,10 @@ def render_comparison(compared: Compared, keys_are_shown: bool = False) -> str:
         if is_numbered:
             rows = _numbered(rows, [pair.second for pair in pairs], 1)
         lines += [f"  {line}" for line in aligned(rows)]
-    pairs = [pair for pairs in shown for pair in pairs]
     sentences = [
-        *more_than_the_axis(compared, pairs),
-        *without_verdict(compared, pairs),
-        *worth(compared, pairs),
+        *more_than_the_axis(compared, pairs_shown),
+        *without_verdict(compared, pairs_shown),
+        *worth(compared, pairs_shown),
         *noise_sentences(compared, noise_of(compared)),
     ]
     for sentence in sentences:
@@ -240,8 +238,9 @@ def _definition_of_a_bound(compared: Compared) -> list[str]:
     ]
 
 
-def question(compared: Compared) -> str:
-    """Return the question that the verdicts answer, with the test that answers it."""
+def question(compared: Compared, pairs: Sequence[Comparison]) -> str:
+    """Return the question that the verdicts on these pairs answer, with the test that answers
+    it."""
     if not compared.comparisons:
         has_finished = any(group.counted for group in compared.groups)
         number = "one" if has_finished else "no"
@@ -250,25 +249,27 @@ def question(compared: Compared) -> str:
             "compare."
         )
     tests = compared.comparisons
-    kinds = sorted(
-        f"paired by {compared.blocks}" if paired else "Welch's" for paired in tests.paired
-    )
+    kinds = {pair.paired for pair in pairs if pair.is_common}
+    test = "t-test"
+    if True in kinds:
+        test += f", paired by {compared.blocks}"
+    if len(kinds) == 2:
+        test += " where both sides have the same, else Welch's"
+    elif False in kinds:
+        test += ", Welch's"
     equal = ""
     if compared.margin is not None:
         equal = f", and two one-sided ones for equality within {compared.margin}"
-    pairs = "pairs" if tests.primary is None else "planned pairs"
-    adjusted = (
-        f", p adjusted for {tests.num_adjusted} {pairs} (Holm)" if tests.num_adjusted > 1 else ""
-    )
-    return (
-        f"More than seed noise? {compared.measured}, t-test, {' or '.join(kinds)}, "
-        f"two-sided{equal}{adjusted}:"
-    )
+    planned_pairs = "pairs" if tests.primary is None else "planned pairs"
+    adjusted = ""
+    if tests.num_adjusted > 1:
+        adjusted = f", p adjusted for {tests.num_adjusted} {planned_pairs} (Holm)"
+    return f"More than seed noise? {compared.measured}, {test}, two-sided{equal}{adjusted}:"
 
 
 def tried_rows(compared: Compared) -> list[list[str]]:
     """Return the header and a row per group with the tested values at each value of the --best-of
-    key; [] without such a key."""
+    key, and the number of runs there; [] without such a key."""
     key = compared.best_of
     if not key:
         return []
@@ -282,6 +283,7 @@ def tried_rows(compared: Compared) -> list[list[str]]:
             else:
                 mean, _ = mean_and_std(compared.tested_values(tried))
                 cells[value] = write(mean)
+            cells[value] += f" ({len(tried.counted)})"
         words = [word for name, word in zip(group.values, group.words, strict=True) if name != key]
         rows.append([*words, *(cells.get(value, "-") for value in compared.tried)])
     return rows
@@ -293,9 +295,10 @@ def worth(compared: Compared, pairs: list[Comparison]) -> list[str]:
     tested = [pair for pair in pairs if pair.interval]
     if any(pair.paired for pair in tested):
         sentences.append(
-            "paired: both have the same seeds, so the prompts in the same order; the difference of "
-            "each seed is tested."
+            f"paired: a run of one side and one of the other have the same {compared.blocks}, so "
+            "the prompts in the same order; the difference of each two is tested."
         )
+    sentences += of_shared_runs(compared, pairs)
     sentences += worth_of_intervals(pairs)
     if tested:
         more = _more(compared)
@@ -321,6 +324,31 @@ def worth(compared: Compared, pairs: list[Comparison]) -> list[str]:
         sentences.append(
             f"{plural(unplanned, 'other pair')}: exploratory, p not adjusted; --html lists them."
         )
+    return sentences
+
+
+def of_shared_runs(compared: Compared, pairs: Sequence[Comparison]) -> list[str]:
+    """Return a sentence on each pair of which a side has more runs than are paired: how many the
+    difference is of, and the means of these."""
+    write = short_count if compared.by_documents else number_format(compared)
+    sentences = []
+    for pair in pairs:
+        sides = [compared.groups[place] for place in (pair.first, pair.second)]
+        more = [
+            f"{side.label} has {len(side.counted)}"
+            for side in sides
+            if pair.paired and pair.is_common and pair.counts[0] < len(side.counted)
+        ]
+        if more:
+            means = [
+                f"{write(mean)} of {side.label}"
+                for side, mean in zip(sides, pair.means, strict=True)
+            ]
+            sentences.append(
+                f"{sides[1].label} against {sides[0].label}: {' and '.join(more)} runs, and the "
+                f"difference is of the {pair.counts[0]} pairs with the same {compared.blocks}, "
+                f"whose means are {' and '.join(means)}."
+            )
     return sentences
 
 

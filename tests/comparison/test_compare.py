@@ -142,7 +142,7 @@ def test_counts_from_100_000_on_are_shown_in_thousands_or_millions(count, shown)
 
 def test_no_number_that_is_written_as_0_has_a_sign(sweep):
     compared = compare(find_runs([str(sweep)]), "reward")
-    pair = Comparison(0, 1, (3, 3), True, -0.0004, (-0.0006, 0.0004))
+    pair = Comparison(0, 1, (3, 3), (0.5, 0.4996), True, -0.0004, (-0.0006, 0.0004))
     assert difference_and_interval(pair, number_format(compared)) == ("0.000", "[-0.001, 0.000]")
     assert difference_and_interval(pair, short_count) == ("0", "[0, 0]")
 
@@ -280,7 +280,7 @@ def test_single_seeds_get_no_test_and_no_interval(tmp_path, capsys):
 def test_a_metric_without_a_threshold_is_compared_by_its_final_values(sweep, capsys):
     text = unwrapped_page(capsys, sweep, "--metric=kl")
     assert "loss seeds mean final" in text
-    assert "More than seed noise? Final kl, t-test, paired by seed" in text
+    assert "More than seed noise? Final kl, t-test, two-sided:" in text
     assert "No threshold" not in text
     save(sweep / "flat" / "0", "grpo", 0, 0.0)
     flat = unwrapped_page(capsys, sweep / "flat")
@@ -857,8 +857,8 @@ def test_best_of_values_that_only_rounding_tells_apart_is_the_first(tmp_path):
 def test_page_of_best_of_notes_best_values_at_the_edge_of_those_tried(two_rates, capsys):
     text = unwrapped_page(capsys, two_rates, "--best-of=optimizer.learning_rate")
     assert (
-        "Documents to reward 0.63 by optimizer.learning_rate, mean over seeds: loss 0.0001 0.001 "
-        "grpo"
+        "Documents to reward 0.63 by optimizer.learning_rate, mean over seeds (number of runs): "
+        "loss 0.0001 0.001 grpo"
     ) in text
     assert (
         "gspo, 0.001: this is the highest optimizer.learning_rate tried, and one beyond may be "
@@ -885,8 +885,8 @@ def test_best_of_against_a_base_puts_the_base_first_and_shows_all_values_tried(t
     assert [group.values["loss"] for group in against.groups] == ["gspo", "grpo"]
     assert tried_rows(against) == [
         ["loss", "0.0001", "0.001"],
-        ["gspo", "0.305", "0.605"],
-        ["grpo", "0.705", "0.205"],
+        ["gspo", "0.305 (2)", "0.605 (2)"],
+        ["grpo", "0.705 (2)", "0.205 (2)"],
     ]
     drawn = picture(against, "svg").decode()
     assert "tried-0" in drawn

@@ -323,22 +323,25 @@ def test_the_mean_is_taken_over_what_every_run_has_seen():
     assert means == pytest.approx([0.1, (0.15 * 5 + 0.3 * 10 + 0.5 * 10 + 0.65 * 5) / 30])
 
 
+def pairings(runs: list[Run]) -> list[bool]:
+    """Return of each pair whether it is paired."""
+    return [pair.paired for pair in compare(runs, "exact_match").comparisons]
+
+
 def test_runs_are_paired_by_seed_if_seeds_and_prompts_are_the_same():
     runs = two_groups([(0, [0, 1]), (1, [0, 0.9])], [(1, [0, 0.8]), (0, [0, 0.7])])
-    assert compare(runs, "exact_match").comparisons.paired == {True}
+    assert pairings(runs) == [True]
     for run in runs:
         run.config |= {
             "task.name": "reverse",
             "task.num_digits": 6,
             "task.verifier_processes": 2 if run.config["loss"] == "a" else 0,
         }
-    assert compare(runs, "exact_match").comparisons.paired == {True}
+    assert pairings(runs) == [True]
     for run in runs[:2]:
         run.config["task.num_digits"] = 4
-    assert compare(runs, "exact_match").comparisons.paired == {False}
-    assert compare(
-        two_groups([(0, [0, 1]), (1, [0, 0.9])], [(0, [0, 0.8])]), "exact_match"
-    ).comparisons.paired == {False}
+    assert pairings(runs) == [False]
+    assert pairings(two_groups([(0, [0, 1]), (1, [0, 0.9])], [(0, [0, 0.8])])) == [False]
 
 
 def save(

@@ -20,7 +20,9 @@ from pgtoolkit.comparison.figure import figure_of
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import margin_of
 from pgtoolkit.comparison.reports import _latex, as_json, configurations, html_parts
-from pgtoolkit.comparison.statistics import Comparisons, Sample
+from pgtoolkit.comparison.results import Comparison
+from pgtoolkit.comparison.seed_noise import noise_of
+from pgtoolkit.comparison.statistics import LEVEL, Comparisons, Sample
 from pgtoolkit.comparison.text_report import render_comparison
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.directory import RunDirectory
@@ -330,6 +332,95 @@ def test_only_blocks_that_both_configurations_have_are_paired(blocks):
     assert (pair.paired, pair.counts, pair.difference) == (True, (3, 3), pytest.approx(0.04 / 3))
     # t = 0.01333 / (0.00577 / 3**0.5) = 4 with 2 degrees of freedom
     assert pair.p == pytest.approx(0.0572, abs=1e-4)
+
+
+def test_every_number_of_a_row_is_of_the_pairs_that_it_compares(blocks, tmp_path):
+    """Three runs of checkpoint a with grpo have no pair; their values would turn the sign of the
+    difference of the means."""
+    lone = (0.9, 0.8, 0.85)
+    config = {"loss.name": "grpo", "model.path": "a"}
+    blocks += [run_of([0.0, 0.1, end], seed, **config) for seed, end in enumerate(lone, 2)]
+    for run in blocks:
+        run.path = f"/{run.config['model.path']}-{run.name}"
+    compared = compare(blocks, f"final:{PASS}", over="model.path", against="loss=grpo")
+    grpo = [0.3, 0.34, 0.7, 0.72]
+    gspo = [0.31, 0.35, 0.72, 0.74]
+    p = scipy.stats.ttest_rel(gspo, grpo).pvalue
+    base, row = configurations(compared)
+    assert (base.mean, base.std) == pytest.approx((np.mean(grpo), np.std(grpo, ddof=1)))
+    assert (row.mean, row.pair.difference, row.pair.p) == pytest.approx(
+        (np.mean(gspo), np.mean(gspo) - np.mean(grpo), p)
+    )
+    assert row.pair.counts == (4, 4)
+    assert row.pair.means == pytest.approx((np.mean(grpo), np.mean(gspo)))
+    noise = noise_of(compared)
+    assert noise.paired_spread == pytest.approx(np.std(np.subtract(gspo, grpo), ddof=1))
+    assert noise.spread == pytest.approx(np.sqrt((2 * 0.04**2 + 2 * 0.02**2) / 2 / 4))
+
+    text = " ".join(render_comparison(compared).split())
+    assert "11 runs (8 counted) of 2 configurations" in text
+    # IQM: of 0.34 and 0.7
+    assert re.search(r"grpo 4 0\.520 [^g]* 0\.515 ± 0\.226 ", text)
+    assert "against grpo (n = 4)" in text
+    assert "gspo 4 +0.015 " in text
+    assert "have the same model.path and seed" in text
+    assert "grpo-4: not paired: gspo has no run with model.path=a and seed=4" in text
+    assert f"t-test, paired by model.path and seed, level {LEVEL}" in text
+    latex = _latex(compared, "pgtk compare")
+    assert "% 3 runs excluded from averages:\n% grpo-2: not paired: gspo has no run" in latex
+    assert r"grpo & 4 & 0.515 & -- & -- & -- & base \\" in latex
+    assert r"gspo & 4 & 0.530 & +0.015 & [+0.010, +0.020] & 0.014 & better \\" in latex
+    table = Comparison(compared).table.set_index("label")
+    assert table.loc["gspo", ["n", "mean", "against_mean", "difference"]].tolist() == (
+        pytest.approx([4, 0.53, 0.515, 0.015])
+    )
+    of_json = json.loads(as_json(compared))
+    assert of_json["configurations"][0]["of_runs"] == pytest.approx(grpo)
+    assert [excluded["run"] for excluded in of_json["excluded"]] == [
+        f"/a-grpo-{n}" for n in (2, 3, 4)
+    ]
+    page = "".join(html_parts(compared)[1])
+    assert "<td>gspo</td><td>4</td><td>+0.015</td>" in page
+    assert "grpo-4: not paired" in page
+
+
+def test_of_several_pairs_with_a_base_each_says_which_of_its_runs_it_is_of(blocks):
+    """cispo has runs of checkpoint b alone."""
+    more = {"loss.name": "cispo", "model.path": "b"}
+    blocks += [run_of([0.0, 0.1, end], seed, **more) for seed, end in enumerate((0.73, 0.69))]
+    for against in (None, "loss=grpo"):
+        compared = compare(blocks, f"final:{PASS}", over="model.path", against=against)
+        rows = {row.group.label: row for row in configurations(compared)}
+        assert len(rows["grpo"].group.counted) == 4
+        cispo = rows["cispo"]
+        assert (cispo.mean, *cispo.pair.means) == pytest.approx((0.71, 0.71, 0.71))
+        assert cispo.pair.difference == pytest.approx(0.0, abs=1e-12)
+        assert compared.left_out == []
+        expected = (
+            "cispo against grpo: grpo has 4 runs, and the difference is of the 2 pairs with the "
+            "same model.path and seed, whose means are 0.710 of grpo and 0.710 of cispo."
+        )
+        assert expected in " ".join(render_comparison(compared).split())
+        assert expected in _latex(compared, "pgtk compare")
+        assert "gspo against grpo: " not in render_comparison(compared)
+    planned = compare(blocks, f"final:{PASS}", over="model.path", against="loss=grpo")
+    changes = {"gspo": [0.01, 0.01, 0.02, 0.02], "cispo": [0.03, -0.03]}
+    pooled = sum(np.var(values) * len(values) for values in changes.values()) / (3 + 1)
+    assert noise_of(planned).paired_spread == pytest.approx(np.sqrt(pooled))
+
+
+def test_a_margin_in_percent_is_of_the_mean_of_the_paired_runs_of_the_base():
+    """The base has a mean of 1 in the pairs, and another run of 100, without a pair."""
+    base = [0.9, 1.1, 1.0]
+    other = [0.91, 1.13, 1.02]
+    first = {("a", seed): value for seed, value in enumerate([*base, 100.0])}
+    second = {("a", seed): value for seed, value in enumerate(other)}
+    (pair,) = Comparisons([Sample(first), Sample(second)], "3%")
+    changes = np.subtract(other, base)
+    low = scipy.stats.ttest_1samp(changes, -0.03, alternative="greater").pvalue
+    high = scipy.stats.ttest_1samp(changes, 0.03, alternative="less").pvalue
+    assert pair.equal_p == pytest.approx(max(low, high))
+    assert pair.improvement == pytest.approx(6 / 9)
 
 
 def test_a_single_common_block_is_not_tested(blocks):
