@@ -23,7 +23,7 @@ from pgtoolkit.comparison.reports import _latex, as_json, configurations, html_p
 from pgtoolkit.comparison.results import Comparison
 from pgtoolkit.comparison.seed_noise import noise_of
 from pgtoolkit.comparison.statistics import LEVEL, Comparisons, Sample
-from pgtoolkit.comparison.text_report import render_comparison
+from pgtoolkit.comparison.text_report import render_comparison, tried_rows
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import Run
@@ -407,6 +407,42 @@ def test_of_several_pairs_with_a_base_each_says_which_of_its_runs_it_is_of(block
     changes = {"gspo": [0.01, 0.01, 0.02, 0.02], "cispo": [0.03, -0.03]}
     pooled = sum(np.var(values) * len(values) for values in changes.values()) / (3 + 1)
     assert noise_of(planned).paired_spread == pytest.approx(np.sqrt(pooled))
+
+
+def test_best_of_says_how_many_runs_each_value_has_and_where_they_are_others(blocks):
+    """Of grpo at rate 2 there is one run, and its checkpoint is a. The rest is at rate 1."""
+    for run in blocks:
+        run.config["optimizer.lr"] = 1
+    tried = {"loss.name": "grpo", "model.path": "a", "optimizer.lr": 2}
+    runs = [*blocks[:-1], run_of([0.0, 0.1, 0.4], 0, **tried)]
+    compared = compare(runs, f"final:{PASS}", "optimizer.lr", over="model.path")
+    assert tried_rows(compared) == [
+        ["loss", "1", "2"],
+        ["grpo", "0.515 (4)", "0.400 (1)"],
+        ["gspo", "0.460 (3)", "-"],
+    ]
+    base, row = configurations(compared)
+    assert (base.mean, row.mean) == pytest.approx(((0.3 + 0.34 + 0.7) / 3, 0.46))
+    assert compared.notes[1] == (
+        "grpo, 1: the model.path and seeds are not the same at each optimizer.lr (4 with 1, 1 with "
+        "2), so its choice compares means of different ones"
+    )
+    assert not any(note.startswith("gspo, 1: the model.path") for note in compared.notes)
+
+
+def test_the_question_names_the_test_of_the_pairs_that_are_shown():
+    """Seeds of gspo are those of grpo, cispo has one more."""
+    ends = {"grpo": [0.4, 0.5, 0.6], "gspo": [0.5, 0.55, 0.7], "cispo": [0.1, 0.2, 0.3, 0.5]}
+    runs = runs_of_losses(ends)
+    for count, expected in (
+        (6, "t-test, paired by seed, two-sided:"),
+        (10, "t-test, paired by seed where both sides have the same, else Welch's, two-sided, p"),
+    ):
+        compared = compare(runs[:count], f"final:{PASS}")
+        assert f"Final {PASS}, {expected}" in " ".join(render_comparison(compared).split())
+        assert f"Final {PASS}, {expected}" in _latex(compared, "")
+    without_gspo = compare([*runs[:3], *runs[6:]], f"final:{PASS}")
+    assert "t-test, Welch's, two-sided:" in _latex(without_gspo, "")
 
 
 def test_a_margin_in_percent_is_of_the_mean_of_the_paired_runs_of_the_base():
