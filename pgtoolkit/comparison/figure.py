@@ -227,11 +227,11 @@ def _draw_legend(
     widest = max(width(line) for label in labels for line in label.split("\n"))
     columns = max(1, min(len(labels), int((inches - 0.1) / (_HANDLE + widest))))
     lines_each = max(label.count("\n") + 1 for label in labels)
-    most = columns * max(1, _LEGEND_LINES[inches] // lines_each)
+    room = columns * max(1, _LEGEND_LINES[inches] // lines_each)
     handles = [*lines.values()]
-    if len(labels) > most:
-        handles = [*handles[: most - 1], Line2D([], [], linestyle="none")]
-        labels = [*labels[: most - 1], f"and {len(labels) - most + 1} more"]
+    if len(labels) > room:
+        handles = [*handles[: room - 1], Line2D([], [], linestyle="none")]
+        labels = [*labels[: room - 1], f"and {len(labels) - room + 1} more"]
     title = wrapped(_legend_title(compared), inches - 0.2)
     figure.legend(
         handles,

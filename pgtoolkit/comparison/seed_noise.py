@@ -180,7 +180,7 @@ def seeds_of_each(
 
 
 def number_of_seeds(count: int, counted: str = "seed") -> str:
-    """Return a number of seeds, or of what is counted in their place, in words."""
+    """Return a number of seeds in words. counted: another noun, in the singular."""
     if count > MOST_SEEDS:
         return f"more than {MOST_SEEDS} {counted}s"
     return plural(count, counted)

@@ -360,17 +360,17 @@ def _gathered_callbacks(keys: DictConfig) -> DictConfig:
     kept = {"defaults", "own"}
     of_user = {str(name): keys._get_node(name) for name in keys if name not in kept}
     gathered = OmegaConf.create({name: keys._get_node(name) for name in kept if name in keys})
-    own = gathered.get("own") or OmegaConf.create()
-    for name in of_user.keys() & {*own}:
+    entries = gathered.get("own") or OmegaConf.create()
+    for name in of_user.keys() & {*entries}:
         raise ConfigError(
             two_places(
                 key=f"callbacks.{name}",
                 value=_raw_values(keys, name),
                 other=f"callbacks.own.{name}",
-                other_value=_raw_values(own, name),
+                other_value=_raw_values(entries, name),
             )
         )
-    described = OmegaConf.to_container(OmegaConf.merge(own, of_user))
+    described = OmegaConf.to_container(OmegaConf.merge(entries, of_user))
     assert isinstance(described, dict)
     for name, entry in described.items():
         if isinstance(entry, dict) and {"_target_", "path"} <= {*entry}:

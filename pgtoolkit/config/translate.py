@@ -77,11 +77,11 @@ class Translation:
         self._values = TheirValues(theirs)
         names = self._values.names
         if names.get("processes") == 1 and not names["launched"]:
-            says = "N says another number"
+            advice = "N says another number"
             if theirs.gpus:
                 number = len(theirs.gpus.split(","))
-                says = f"{number} says one for each GPU of CUDA_VISIBLE_DEVICES={theirs.gpus}"
-            theirs.assumed.append(f"1 process trains: --processes {says}")
+                advice = f"{number} says one for each GPU of CUDA_VISIBLE_DEVICES={theirs.gpus}"
+            theirs.assumed.append(f"1 process trains: --processes {advice}")
         elif "processes" in theirs.table.content["words"] and "processes" not in names:
             theirs.assumed.append("how many processes train is not known: --processes N says it")
         self._first = self._values.overrides(theirs.table.content["first"])

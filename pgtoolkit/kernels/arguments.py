@@ -566,14 +566,14 @@ def _check_parts_of_totals(totals: StepTotals, name: str, counts: Tensor) -> Non
         raise ValueError(
             f"totals.{name} needs shape {shape}, an entry for {each} (got {shown(counts)})"
         )
-    whole = "num_documents" if name == "completions_by_sign" else "num_tokens"
-    expected = getattr(totals, whole)
+    total_name = "num_documents" if name == "completions_by_sign" else "num_tokens"
+    expected = getattr(totals, total_name)
     if _is_on_gpu(counts) or _is_on_gpu(expected):
         return
     total = int(counts.sum())
     if total != int(expected):
         raise ValueError(
-            f"totals.{name} needs to add up to totals.{whole}, {int(expected)} (got {total}). "
+            f"totals.{name} needs to add up to totals.{total_name}, {int(expected)} (got {total}). "
             "Both are counted over the whole step"
         )
 

@@ -175,7 +175,7 @@ def best(sweep: Sweep) -> str | None:
 
 
 def _no_best(sweep: Sweep, metric: str, value: float) -> str:
-    """Return that no configuration is better than another, and by what a search could choose."""
+    """Return that no configuration is better than another, and a measure to search by."""
     line = f"best: none, since all configurations end at {_short(metric)} {value:z.3f}"
     if sweep.config.search is None:
         return line

@@ -46,7 +46,7 @@ def check_call(
 ) -> None:
     """Raise ValueError for a function of the user's own that cannot be called in this way.
 
-    arguments, keywords: the names of what it gets by place, and by name.
+    arguments, keywords: the names of its positional arguments, and of those it gets by name.
     """
     try:
         signature = inspect.signature(function)
@@ -64,7 +64,8 @@ def check_call(
 
 
 def name_of_function(function: Callable) -> str:
-    """Return the name of a function, of what functools.partial calls, or of an object's class."""
+    """Return the name of a function, that of the function in a functools.partial, or of an object's
+    class."""
     function = getattr(function, "func", function)
     return getattr(function, "__name__", type(function).__name__)
 

@@ -40,7 +40,7 @@ _MARGIN = 0.1
 
 _SIZE_OF_A_LAYER = 4
 """Memory of the layer that is computed, forward or backward, at most, in units of its products'
-results; also of what a layer of autograd keeps, which is more."""
+results; also of the tensors that a layer of autograd keeps, which are more."""
 
 
 @dataclass(frozen=True)

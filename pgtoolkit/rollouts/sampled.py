@@ -228,9 +228,9 @@ class SampledRollouts(Source):
                 )
         of_sampler = self.settings.old_log_probs == OldLogProbs.sampling
         if sampling.is_truncated and sampling.keep_top == 0 and (of_sampler or self._corrects()):
-            what = "old_log_probs='sampling'" if of_sampler else "a correction"
+            setting = "old_log_probs='sampling'" if of_sampler else "a correction"
             raise ValueError(
-                f"{what} with top_p or top_k needs a sampler with keep_top above 0 (got 0): its "
+                f"{setting} with top_p or top_k needs a sampler with keep_top above 0 (got 0): its "
                 "log-probs are renormalised over the tokens that sampling keeps. Use "
                 "dataclasses.replace(settings.sampling, keep_top=32)"
             )

@@ -232,19 +232,19 @@ class _Lacking:
         Another column is only named where most rows lack the configured one and have that; the
         column of prompts is none of answers, but for verifiers that read no answer.
         """
-        usual = [name for name, count in self.names.items() if 2 * count > self.rows]
+        frequent = [name for name, count in self.names.items() if 2 * count > self.rows]
         asked = self.prompt_field
         lines = []
         if self.prompts:
-            names = [name for name in usual if name != self.answer_field]
+            names = [name for name in frequent if name != self.answer_field]
             column = _likely(self.prompt_field, _COLUMNS_OF_PROMPTS, names)
-            asked = asked if asked in usual else column
+            asked = asked if asked in frequent else column
             use = f"task.prompt_field={column}"
             lines.append(self._line(self.prompts, self.prompt_field, "prompt", use))
         if self.answers:
-            names = [name for name in usual if name != asked]
+            names = [name for name in frequent if name != asked]
             column = _likely(self.answer_field, _COLUMNS_OF_ANSWERS, names)
-            if column == "COLUMN" and self.prompt_field in usual:
+            if column == "COLUMN" and self.prompt_field in frequent:
                 column = f"{self.prompt_field} where the verifier reads no answer"
             use = f"task.answer_field={column}"
             lines.append(self._line(self.answers, self.answer_field, "answer", use))
