@@ -11,8 +11,8 @@ from pgtoolkit.config.keys import has_effect, key_named
 from pgtoolkit.config.their_values import TheirValues
 from pgtoolkit.config.trainer_keys import Theirs
 from pgtoolkit.config.translate import IDLE, Translation
-from pgtoolkit.config.translate_file import dating_keys, read
-from pgtoolkit.config.translate_version import on_version
+from pgtoolkit.config.translate_file import TheirConfig, dating_keys, read
+from pgtoolkit.config.translate_version import of_its_version, on_version
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import text
 
@@ -32,20 +32,20 @@ def translate(path: Path, processes: int | None) -> str:
         if launched and launched != processes:
             theirs.assumed.append(f"--processes {processes} is meant, in place of its {launched}")
         theirs.values["launch.num_processes"] = processes
-    translation = Translation(theirs)
+    translation = Translation(of_its_version(theirs) if theirs.version else theirs)
     translation.check()
-    return "\n".join(_page(translation, path))
+    return "\n".join(_page(theirs, translation, path))
 
 
-def _page(translation: Translation, path: Path) -> Iterator[str]:
-    """Yield the lines of the page."""
+def _page(theirs: TheirConfig, translation: Translation, path: Path) -> Iterator[str]:
+    """Yield the lines of the page. theirs: what the file sets."""
     table = translation.theirs.table
     name = f"{table.content['trainer']} {table.content['version']}"
     of = f"RLOO of {name}" if "launch.rloo" in translation.theirs.values else name
     yield from (redact(f"{path}, a configuration of {of}, is here"), "")
-    of_version = on_version(translation)
-    if of_version:
-        yield from (redact(of_version), "")
+    on_defaults = on_version(theirs, translation)
+    if on_defaults:
+        yield from (redact(on_defaults), "")
     steps = [word for word in translation.overrides if word.startswith("trainer.max_steps=")]
     words = [word for word in translation.overrides if word not in steps]
     path_of_python = translation.python_path
@@ -64,7 +64,10 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
         if text(value) != translation.ours(key)
     ]
     left: dict[bool, dict[str, list[str]]] = {True: {}, False: {}}
+    of_version = translation.theirs.values.keys() - theirs.values.keys()
     for shown, reason, row in translation.left:
+        if reason == IDLE and shown.partition("=")[0] in of_version:
+            continue
         learned = reason != IDLE and _is_learned(translation, row)
         instead = "" if reason == IDLE else _instead(translation, row)
         line = f"{reason}{instead}"
@@ -87,7 +90,7 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
         for key, near in ((key, table.near(key)) for key in translation.theirs.values)
         if table.row(key) is None
     ]
-    set_rows = [table.rows[key] for key in translation.theirs.values if key in table.rows]
+    set_rows = [table.rows[key] for key in theirs.values if key in table.rows]
     earlier = sorted(row.name for row in set_rows if row.gone_in)
     sections = {
         "What changes what is learned, and is left out:": left_out[True],

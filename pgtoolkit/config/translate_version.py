@@ -1,8 +1,9 @@
-"""Says which defaults were others in the version of TRL that a file is written for."""
+"""The defaults of the version of TRL that a file is written for, where these were others."""
 
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 
 from pgtoolkit.config.their_values import FORMULA, TheirValues
 from pgtoolkit.config.translate import IDLE, Translation
@@ -10,26 +11,30 @@ from pgtoolkit.config.translate_file import TheirConfig, dating_keys, is_older, 
 from pgtoolkit.system.report import text
 
 
-def on_version(translation: Translation) -> str:
+def on_version(theirs: TheirConfig, translation: Translation) -> str:
     """Return what has to be said of a file that names another version of TRL, or has keys of an
-    earlier one: which defaults were others, and what they make here; "" for nothing."""
-    theirs = translation.theirs
+    earlier one: which defaults were others, and what they make here; "" for nothing.
+
+    translation: of the file, with the defaults of the version that it names.
+    """
     ours = theirs.table.content["version"]
     dating = dating_keys(theirs)
-    if is_same(theirs) and (theirs.version or not dating):
+    if theirs.version:
+        if is_same(theirs):
+            return ""
+        changed = _changed(theirs, translation)
+        read = f"{theirs.named_by} names TRL {theirs.version}, and is read by TRL {ours}'s code"
+        if not changed:
+            return f"{read} and defaults."
+        return f"{read}. In the command are the defaults of its own version: {', '.join(changed)}."
+    if not dating:
         return ""
-    of = f"{theirs.named_by} names TRL {theirs.version}"
-    if not theirs.version:
-        until = theirs.table.content["until"][dating[0]]
-        of = f"It has {dating[0]}, which TRL has before {until} alone"
-    read = f"{of}, and is read by TRL {ours}'s code and defaults."
-    earlier = _as_of_its_version(theirs)
-    then = Translation(earlier)
+    until = theirs.table.content["until"][dating[0]]
+    read = f"It has {dating[0]}, which TRL has before {until} alone"
+    read += f", and is read by TRL {ours}'s code and defaults."
+    then = Translation(of_its_version(theirs))
     then.check()
-    idle = [shown for shown, reason, _ in then.left if reason == IDLE]
-    others = {name for name, value in earlier.values.items() if theirs.values.get(name) != value}
-    changed = [then.shown(name) for name in earlier.values if name in others]
-    changed = [shown for shown in changed if shown not in idle]
+    changed = _changed(theirs, then)
     if changed:
         read += f" That version has other defaults: {', '.join(changed)}."
         typed = [word for word in then.overrides if word not in translation.overrides]
@@ -37,13 +42,22 @@ def on_version(translation: Translation) -> str:
         read += f" For these type {shlex.join(typed)}" if typed else ""
         read += f" in the place of {shlex.join(dropped)}" if typed and dropped else ""
         read += "." if typed else ""
-    if not theirs.version:
-        read += " A comment such as # trl==0.15.2 in the file says a version, whose defaults may be"
-        read += " others again."
-    return read
+    read += " A comment such as # trl==0.15.2 in the file says a version: the command then has its"
+    return f"{read} defaults."
 
 
-def _as_of_its_version(theirs: TheirConfig) -> TheirConfig:
+def _changed(theirs: TheirConfig, then: Translation) -> list[str]:
+    """Return those values of an earlier version that act and are others now.
+
+    then: the translation with these values.
+    """
+    idle = [shown for shown, reason, _ in then.left if reason == IDLE]
+    earlier = then.theirs.values
+    changed = [then.shown(name) for name in earlier if theirs.values.get(name) != earlier[name]]
+    return [shown for shown in changed if shown not in idle]
+
+
+def of_its_version(theirs: TheirConfig) -> TheirConfig:
     """Return a configuration with the defaults of its own version where it sets no value."""
     of_unsloth = TheirValues(theirs).own
     changes: dict[str, object] = {}
@@ -67,4 +81,4 @@ def _as_of_its_version(theirs: TheirConfig) -> TheirConfig:
         for name, value in changes.items()
         if text(value) != text(theirs.values.get(name, rows[name].default))
     }
-    return TheirConfig(theirs.table, theirs.values | changes)
+    return replace(theirs, values=theirs.values | changes, assumed=[*theirs.assumed])

@@ -19,7 +19,6 @@ from pgtoolkit.config.translate import IDLE, Translation
 from pgtoolkit.config.translate_file import TheirConfig, read
 from pgtoolkit.config.translate_page import translate
 from pgtoolkit.config.translate_shell import Script
-from pgtoolkit.config.translate_version import on_version
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.rollouts.group_rollouts import overlong_penalty
@@ -261,9 +260,17 @@ TRL = [
     ({"scale_rewards": False}, {"advantage": "dr_grpo", "scale_rewards": None}),
     ({"scale_rewards": "batch"}, {"advantage": "batch_std", "scale_rewards": "near"}),
     ({}, {"advantage": "grpo", "scale_rewards": "near"}),
-    (
-        {"multi_objective_aggregation": "normalize_then_sum"},
-        {"advantage": "gdpo", "multi_objective_aggregation": "near"},
+    *(
+        (
+            {"multi_objective_aggregation": "normalize_then_sum"} | rewards,
+            {"advantage": advantage, "multi_objective_aggregation": said},
+        )
+        for rewards, advantage, said in (
+            ({}, "ADVANTAGE", "left"),
+            ({"reward_funcs": "my.reward"}, "grpo", "near"),
+            ({"reward_funcs": ["my.reward"], "reward_weights": [2]}, "grpo", "near"),
+            ({"reward_funcs": ["my.reward", "my.form"]}, "gdpo", "near"),
+        )
     ),
     # bf16 is on unless it is set, with weights in float32.
     ({}, {"model.dtype": "bfloat16", "model.fp32_lm_head": False}),
@@ -2883,8 +2890,9 @@ def test_rloo_of_earlier_versions_is_refused_as_another_trainer(tmp_path):
     for given in ("rloo_k: 4\n", f"# trl rloo, trl==0.15.2\n{OF_RLOO}"):
         with pytest.raises(ConfigError, match="another trainer"):
             translated(tmp_path, "rloo.yaml", given)
-    earlier = on_version(translated(tmp_path, "rloo.yaml", f"# trl==0.25.0\n{OF_RLOO}"))
-    assert "has other defaults: max_completion_length=256." in earlier
+    (tmp_path / "rloo.yaml").write_text(f"# trl==0.25.0\n{OF_RLOO}")
+    page = translate(tmp_path / "rloo.yaml", None)
+    assert "the defaults of its own version: max_completion_length=256.\n" in page
 
 
 @pytest.mark.parametrize(
@@ -2976,10 +2984,11 @@ OF_0_20 = {"max_completion_length": 256, "loss_type": "bnpo"}
          | {"use_bias_correction_kl": False, "bf16": False}),
     ],
 )  # fmt: skip
-def test_of_a_file_of_an_earlier_version_the_other_defaults_are_said_with_what_to_type(
+def test_a_file_of_an_earlier_version_has_its_defaults_or_is_told_what_to_type_for_them(
     tmp_path, line, of_version
 ):
-    """What is named to type, in the place of what is named, is what a file has that sets them."""
+    """The command of a file that names its version is that of a file that sets its defaults. Where
+    a key dates a file, what is named to type, in the place of what is named, makes it so."""
     values = {"num_generations": 8, "max_steps": 10}
     file = tmp_path / "file.yaml"
     file.write_text("\n".join([line, *(f"{key}: {value}" for key, value in values.items())]))
@@ -2987,15 +2996,18 @@ def test_of_a_file_of_an_earlier_version_the_other_defaults_are_said_with_what_t
     if of_version is None:
         assert page[1].lstrip().startswith("pgtk ")
         return
-    dating = line.partition(":")[0]
-    assert page[1].startswith("It names TRL 0." if "#" in line else f"It has {dating}, which TRL")
+    in_full = translated(tmp_path, "full.json", of_version | values)
+    in_full.check()
     command = shlex.split(page[2])[1:]
+    if line.startswith("#"):
+        assert page[1].startswith("It names TRL 0.")
+        assert sorted(command) == sorted(in_full.overrides)
+        return
+    assert page[1].startswith(f"It has {line.partition(':')[0]}, which TRL")
     typed, _, dropped = page[1].partition(" For these type ")[2].partition(" in the place of ")
     dropped = shlex.split(re.split(r"\.(?= |$)", dropped)[0])
     assert {*dropped} <= {*command}
     made = [*(word for word in command if word not in dropped), *shlex.split(typed)]
-    in_full = translated(tmp_path, "full.json", of_version | values)
-    in_full.check()
     assert sorted(made) == sorted(in_full.overrides)
 
 
