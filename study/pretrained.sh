@@ -353,13 +353,16 @@ add_common_rates() { # SEEDS, then further words
   done
 }
 
-# The contrast of grpo with what was strongest on old documents, on another model. A run takes some 10 GB of the GPU.
+# The contrast of grpo with what was strongest on old documents, on another model, which unlearns at higher rates. A run takes 8 GB
+# of the GPU.
+GEMMA_RATES=optimizer.learning_rate=1e-7,3e-7,1e-6,3e-6
+
 second_model() {
   local folder=$1 seconds=$2 seeds=$3 arm words lanes=() runs
   shift 3
   for arm in grpo cispo tis_centered half_shuffled; do
     words="$(words_of $arm) model.path=outputs/study/gemma-start rollout.lag=64 rollout.old_log_probs=sampling"
-    mapfile -t runs < <(tuned gemma_$arm $FAR_RATES 0,1 "$seeds" $words "$@")
+    mapfile -t runs < <(tuned gemma_$arm $GEMMA_RATES 0,1 "$seeds" $words "$@")
     # The control runs at the rate of grpo.
     if [ $arm = half_shuffled ]; then
       runs=("${runs[1]/pretrained_rates_gemma_half_shuffled/pretrained_rates_gemma_grpo}")

@@ -269,12 +269,13 @@ def question(compared: Compared, pairs: Sequence[Comparison]) -> str:
 
 def tried_rows(compared: Compared) -> list[list[str]]:
     """Return the header and a row per group with the tested values at each value of the --best-of
-    key, and the number of runs there; [] without such a key."""
+    key, and the number of runs there unless it is the same everywhere; [] without such a key."""
     key = compared.best_of
     if not key:
         return []
     write = number_format(compared)
     rows = [[*(name for name in compared.keys if name != key), *compared.tried]]
+    counts = {len(tried.counted) for group in compared.groups for tried in group.tried.values()}
     for group in compared.groups:
         cells = {}
         for value, tried in group.tried.items():
@@ -283,7 +284,8 @@ def tried_rows(compared: Compared) -> list[list[str]]:
             else:
                 mean, _ = mean_and_std(compared.tested_values(tried))
                 cells[value] = write(mean)
-            cells[value] += f" ({len(tried.counted)})"
+            if len(counts) > 1:
+                cells[value] += f" ({len(tried.counted)})"
         words = [word for name, word in zip(group.values, group.words, strict=True) if name != key]
         rows.append([*words, *(cells.get(value, "-") for value in compared.tried)])
     return rows
