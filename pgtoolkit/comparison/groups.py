@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, inf
 from pathlib import Path
@@ -299,18 +299,16 @@ def _value_of_file(label: str, groups: list[RunGroup]) -> tuple[str, str] | None
 
 
 def _labels(labels: Sequence[str], groups: list[RunGroup]) -> dict[tuple[str, str], str]:
-    """Return (key, value in words) -> name; raises ConfigError for a value that no run has."""
+    """Return (key, value in words) -> name; raises ConfigError for a value that no run has, and for
+    names that leave two rows alike or one of them out."""
     values = {(key, text(value)) for group in groups for key, value in group.values.items()}
-    names = {}
+    names: dict[tuple[str, str], str] = {}
     for label in labels:
         # Both a value and a name may hold equals signs, so the values that runs have decide where
         # the value ends.
         matches = [(key, value) for key, value in values if label.startswith(f"{key}={value}=")]
         of_file = None if matches else _value_of_file(label, groups)
-        if of_file is not None:
-            names[of_file] = label.rpartition("=")[2]
-            continue
-        if not matches:
+        if not matches and of_file is None:
             listing = ", ".join(sorted(f"{key}={value}" for key, value in values))
             reason = f"It names a value of a key that tells the runs apart. These are {listing}."
             use = f"--label {_nearest_value(label, values)}" if values else ""
@@ -318,9 +316,46 @@ def _labels(labels: Sequence[str], groups: list[RunGroup]) -> dict[tuple[str, st
                 reason = "It names a value of a key that tells the runs apart. Nothing does."
                 use = "other runs, or leave --label out"
             raise ConfigError(refusal(f"--label {label}", "KEY=VALUE=NAME", label, reason, use))
-        key, value = max(matches, key=lambda pair: len(pair[1]))
-        names[key, value] = label.removeprefix(f"{key}={value}=")
+        named = of_file or max(matches, key=lambda pair: len(pair[1]))
+        value_named = "=".join(named)
+        name = label.rpartition("=")[2] if of_file else label.removeprefix(f"{value_named}=")
+        before = names.setdefault(named, name)
+        if before != name:
+            raise ConfigError(
+                refusal(
+                    setting=f"--label {label}",
+                    needs=f"to be the only name of {value_named}",
+                    got=f"{before} before it",
+                    reason="One of the two would be ignored.",
+                    use=f"--label {value_named}={before} or --label {value_named}={name}",
+                )
+            )
+    _refuse_equal_names(names, values)
     return names
+
+
+def _refuse_equal_names(
+    names: Mapping[tuple[str, str], str], values: Collection[tuple[str, str]]
+) -> None:
+    """Raise ConfigError where two values of a key would have the same name.
+
+    names: (key, value in words) -> name. values: those that runs have.
+    """
+    owners: dict[tuple[str, str], tuple[str, str]] = {}
+    # Those that are named come last, so that one of them is refused.
+    for key, value in sorted(values, key=lambda pair: (pair in names, pair)):
+        name = names.get((key, value), value)
+        owner = owners.setdefault((key, name), (key, value))
+        if owner != (key, value):
+            raise ConfigError(
+                refusal(
+                    setting=f"--label {key}={value}={name}",
+                    needs="a name that no other value has",
+                    got=f"that of {'='.join(owner)}",
+                    reason="Two rows of the tables would look the same.",
+                    use=f"--label {key}={value}={name}-{value}",
+                )
+            )
 
 
 def _extend_collapsed(runs: list[Run], metric: str) -> list[str]:

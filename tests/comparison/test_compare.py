@@ -568,6 +568,31 @@ def test_a_label_of_an_unknown_value_is_refused(sweep, capsys):
     assert "Use --label loss=grpo=mine." in refusal(capsys, "compare", sweep, "--label=grpo=mine")
 
 
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (
+            ["loss=grpo=ours", "loss=gspo=ours"],
+            "--label loss=gspo=ours needs a name that no other value has (got that of loss=grpo). "
+            "Two rows of the tables would look the same. Use --label loss=gspo=ours-gspo.",
+        ),
+        (["loss=gspo=grpo"], "--label loss=gspo=grpo needs a name that no other value has"),
+        (
+            ["loss=grpo=a", "loss=grpo=b"],
+            "--label loss=grpo=b needs to be the only name of loss=grpo (got a before it).",
+        ),
+    ],
+)
+def test_labels_that_leave_two_rows_alike_are_refused(sweep, capsys, labels, expected):
+    assert expected in refusal(capsys, "compare", sweep, *(f"--label={label}" for label in labels))
+
+
+def test_labels_may_exchange_the_names_of_two_values(sweep):
+    runs = find_runs([str(sweep)])
+    swapped = compare(runs, "final:reward", labels=["loss=grpo=gspo", "loss=gspo=grpo"])
+    assert {group.label for group in swapped.groups} == {"grpo", "gspo"}
+
+
 @pytest.mark.slow
 def test_picture_has_an_interval_for_each_configuration_and_is_the_same_when_drawn_again(sweep):
     compared = compare(find_runs([str(sweep)]), "final:reward")
