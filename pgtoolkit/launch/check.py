@@ -34,7 +34,7 @@ from pgtoolkit.launch.final_number import check_search, number_of, why_no_common
 from pgtoolkit.launch.jobs_on_gpus import jobs_on_gpus
 from pgtoolkit.launch.seeds_to_find import lines_on_seeds
 from pgtoolkit.launch.sweep import PlannedRun, Sweep
-from pgtoolkit.launch.sweep_report import count_jobs
+from pgtoolkit.launch.sweep_report import count_jobs, notes_on_code
 from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings, RecordedRolloutSettings
 from pgtoolkit.runs.provenance import gpu_memory
@@ -354,7 +354,8 @@ def page_sections(
         sections.append(("Other runs", _plans_that_differ(checked, first)))
     if find is not None:
         sections.append(("Seeds", lines_on_seeds(checked, find)))
-    sections.append(("Notes", notes(checked)))
+    of_code = notes_on_code(checked) if isinstance(checked, Sweep) else []
+    sections.append(("Notes", [*notes(checked), *of_code]))
     all_problems = [*map(_checked_again, problems(checked))]
     title = f"Problems ({len(all_problems)})" if all_problems else "Problems"
     sections.append((title, all_problems or ["none"]))

@@ -53,7 +53,7 @@ def run_sweep(sweep: Sweep) -> int:
         sweep.save()
         say(f"{sweep_report.count_jobs(sweep)}, in {sweep.folder}")
         for note in sweep_report.notes_on_code(sweep):
-            say(note, error=True)
+            say(f"note: {note}", error=True)
         say(sweep_report.logs(sweep))
         begun = time.monotonic()
         interrupted = None

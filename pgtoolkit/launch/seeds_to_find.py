@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pgtoolkit.config.names import digest, plain_config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.sweep import PlannedRun, Sweep
 from pgtoolkit.system.report import plural, refusal, shell_path
@@ -43,16 +45,19 @@ def lines_on_seeds(checked: PlannedRun | Sweep, size: float) -> list[str]:
     from pgtoolkit.comparison.seed_noise import number_of_seeds, seeds_of_each
     from pgtoolkit.comparison.statistics import LEVEL, POWER, seeds_needed
 
-    noise, metric = _noise_of_finished_runs(checked)
+    noise, metric, folder = _noise_of_finished_runs(checked)
     if size > 1 and (noise is None or is_share(metric)):
         return [f"Shares of right answers differ by at most 1, and never by {size:g}."]
     if noise is not None:
-        assert isinstance(checked, Sweep)
         lines = [
             f"{seeds_of_each(noise, [size])}.",
-            f"from the finished runs in {shell_path(checked.folder)}: final {metric} spreads by "
+            f"from the finished runs in {shell_path(folder)}: final {metric} spreads by "
             f"{noise.spread:.2g} over seeds",
         ]
+        if isinstance(checked, Sweep) and folder != checked.folder:
+            lines.append(
+                f"hydra.sweep.dir={shell_path(folder)} trains beside these, and keeps what is done"
+            )
     else:
         lowest, highest = (seeds_needed(size, [spread**2] * 2) for spread in STUDY.values())
         spreads = " and ".join(f"{spread:g} ({task})" for task, spread in STUDY.items())
@@ -69,16 +74,40 @@ def lines_on_seeds(checked: PlannedRun | Sweep, size: float) -> list[str]:
     return lines
 
 
-def _noise_of_finished_runs(checked: PlannedRun | Sweep) -> tuple[SeedNoise | None, str]:
-    """Return (the noise in what a sweep's runs have recorded, the metric)."""
+def _noise_of_finished_runs(checked: PlannedRun | Sweep) -> tuple[SeedNoise | None, str, Path]:
+    """Return (the noise in what a sweep's runs have recorded, the metric, the folder of the runs).
+
+    They are those in the sweep's folder or, where there is no noise in it, those of its
+    configurations that a sweep beside it has trained, as of `seed=0..4` for a sweep over two seeds.
+    """
     from pgtoolkit.comparison.groups import compare
     from pgtoolkit.comparison.measures import runs_with
     from pgtoolkit.comparison.seed_noise import noise_of
 
-    if not isinstance(checked, Sweep) or not checked.has_folder or not checked.folder.is_dir():
-        return None, ""
-    try:
-        compared = compare(runs_with(None, None, [str(checked.folder)]))
-    except ConfigError:  # none has been begun
-        return None, ""
-    return noise_of(compared), compared.metric
+    if not isinstance(checked, Sweep) or not checked.has_folder:
+        return None, "", Path()
+    places = {checked.folder: [str(checked.folder)]} if checked.folder.is_dir() else {}
+    for folder, paths in (places | _trained_elsewhere(checked)).items():
+        try:
+            compared = compare(runs_with(None, None, paths))
+        except ConfigError:  # none has been begun
+            continue
+        noise = noise_of(compared)
+        if noise is not None:
+            return noise, compared.metric, folder
+    return None, "", Path()
+
+
+def _trained_elsewhere(sweep: Sweep) -> dict[Path, list[str]]:
+    """Return the run directories of the sweep's configurations in folders of other sweeps beside
+    its own, by folder: that with the most of them first."""
+    digests = {
+        digest(plain_config(run.config)) for run in sweep.runs if run.composed.config is not None
+    }
+    found: dict[Path, list[str]] = {}
+    for directory in sorted(sweep.folder.parent.glob("*/*-????????")):
+        folder = directory.parent
+        is_other = folder != sweep.folder and (folder / "sweep.json").is_file()
+        if is_other and directory.name[-8:] in digests:
+            found.setdefault(folder, []).append(str(directory))
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))

@@ -114,14 +114,14 @@ def count_jobs(sweep: Sweep) -> str:
 
 
 def notes_on_code(sweep: Sweep) -> list[str]:
-    """Return a note on each of the user's own modules that has changed since jobs were trained."""
+    """Return a sentence on each of the user's modules that has changed since jobs were trained."""
     trained = [job for job in sweep.jobs.values() if job.status == "done"]
     before_change = Counter(
         name for job in trained for name in changed_modules(sweep.folder / job.directory)
     )
     folder = shell_path(sweep.folder.with_name(f"{sweep.folder.name}-2"))
     return [
-        f"note: {name} has changed since {plural(count, 'job')} of this sweep trained with it. "
+        f"{name} has changed since {plural(count, 'job')} of this sweep trained with it. "
         f"Jobs that are done are kept. Use hydra.sweep.dir={folder} to train all with the new code."
         for name, count in before_change.items()
     ]
@@ -237,17 +237,20 @@ def _without_seed(job: PlannedRun) -> list[str]:
 
 
 def _train(sweep: Sweep, seeds: list[PlannedRun]) -> str:
-    """Return the command that trains these jobs, which differ in their seed alone."""
+    """Return the command that trains these jobs, which differ in their seed alone: a sweep in the
+    same folder, where it finds those that are done and further seeds come beside them."""
     first = seeds[0]
     overrides = first.overrides if len(seeds) == 1 else _without_seed(first)
     words = with_own_options(sweep.folder / first.directory)
+    folder = f"hydra.sweep.dir={shortest_path(sweep.folder)}"
     if sweep.config.sweep_file is not None:
         words = ["sweep", _name_of(sweep.config.sweep_file), *words]
         if sweep.config.search is not None:
             words.append("hydra/sweeper=basic")
+        overrides = [*overrides, folder]
     elif len(seeds) > 1:
         words.append("-m")
-        overrides = [*overrides, f"seed={','.join(str(job.config.seed) for job in seeds)}"]
+        overrides = [*overrides, f"seed={','.join(str(job.config.seed) for job in seeds)}", folder]
     return pgtk_command(*words, *overrides)
 
 

@@ -10,7 +10,10 @@ from scipy import stats
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.seed_noise import seed_noise
 from pgtoolkit.comparison.statistics import LEVEL, Sample
+from pgtoolkit.launch.check import check_sweep
+from pgtoolkit.launch.seeds_to_find import lines_on_seeds
 from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.system.report import shell_path
 
 SPREAD = 0.03
 TRIALS = 2000
@@ -167,6 +170,29 @@ def test_check_finds_seeds_from_the_runs_of_a_sweep_or_from_the_study(tmp_path, 
     assert main(["compare", f"{tmp_path}/sweep", "--json"]) == 0
     seeds = json.loads(capsys.readouterr().out)["seed_noise"]["seeds_to_find"]["0.02"]
     assert f"each configuration needs {seeds} seeds for 0.02" in lines[0]
+
+
+def test_check_finds_the_runs_of_its_configurations_in_the_folder_of_another_sweep(tmp_path):
+    """Two seeds of each loss are trained, and one of a third loss, which is not asked about."""
+    two = check_sweep(["loss=grpo,gspo", "seed=0,1", f"hydra.sweep.dir={tmp_path}/two"])
+    finals = {"grpo": (0.50, 0.56), "gspo": (0.61, 0.71), "sapo": (0.1, 0.9)}
+    for job in two.jobs.values():
+        loss = job.config.loss.name
+        value = finals[loss][job.config.seed]
+        write_run(two.folder / job.directory, loss, job.config.seed, value)
+    for seed, value in enumerate(finals["sapo"]):
+        write_run(two.folder / f"sapo_seed-{seed}-0123456{seed}", "sapo", seed, value)
+    two.save()
+    three = check_sweep(["loss=grpo,gspo", "seed=0,1,2", f"hydra.sweep.dir={tmp_path}/three"])
+    lines = lines_on_seeds(three, 0.02)
+    spread = np.sqrt(np.mean([np.var(finals[loss], ddof=1) for loss in ("grpo", "gspo")]))
+    assert f"/two: final exact_match spreads by {spread:.2g} over seeds" in lines[1]
+    assert lines[2:] == [
+        f"hydra.sweep.dir={shell_path(two.folder)} trains beside these, and keeps what is done",
+        "this sweep has 3 seeds of each",
+    ]
+    other = check_sweep(["loss=grpo,gspo", "seed=5,6", f"hydra.sweep.dir={tmp_path}/three"])
+    assert "of another model" in lines_on_seeds(other, 0.02)[1]
 
 
 @pytest.mark.parametrize("size", ["x", "0", "-0.1", "inf", "nan"])

@@ -93,7 +93,12 @@ def test_the_best_configuration_is_that_of_the_highest_mean_over_seeds(tmp_path)
     }
     sweep = finished(tmp_path, rewards, "loss=grpo,gspo", "seed=0,1")
     assert best(sweep).startswith("best: reward 0.625, the mean of 2 seeds: ")
-    assert best(sweep).endswith("pgtk -m loss=gspo tracking=none seed=0,1")
+    words = best(sweep).split("pgtk ")[-1].split()
+    assert words[:-1] == ["-m", "loss=gspo", "tracking=none", "seed=0,1"]
+    # In the folder of the runs, where it finds them.
+    again = check_sweep([*words[1:-1], words[-1]])
+    assert again.folder.resolve() == sweep.folder
+    assert {*again.jobs} == {name for name in sweep.jobs if name.startswith("gspo")}
     # What was stopped early is no result of equal length.
     next(
         job for job in sweep.jobs.values() if job.config.seed == 1 and "gspo" in job.directory
@@ -164,8 +169,11 @@ def test_the_best_of_a_sweep_file_is_trained_by_that_file(tmp_path):
     }
     words = best(finished(tmp_path, rewards, "loss=gspo", file="mine.yaml")).split("sweep ")[-1]
     file, *overrides = words.split()
-    assert overrides == ["optimizer.learning_rate=0.001", "loss=gspo", "tracking=none"]
-    (job,) = check_sweep(overrides, Path(file)).jobs.values()
+    assert overrides[:-1] == ["optimizer.learning_rate=0.001", "loss=gspo", "tracking=none"]
+    again = check_sweep(overrides, Path(file))
+    assert again.folder.resolve() == tmp_path / "sweep"
+    (job,) = again.jobs.values()
+    assert job.directory in {path.name for path in again.folder.iterdir()}
     assert (job.config.trainer.max_steps, job.config.optimizer.learning_rate) == (7, 0.001)
 
 

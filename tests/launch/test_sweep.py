@@ -178,13 +178,28 @@ def test_jobs_that_were_trained_before_a_module_of_the_users_changed_are_noted(
     assert trained_before(sweep.folder / "job") == ""
     (tmp_path / "mine.py").write_text("x = 2\n")
     assert notes_on_code(sweep) == [
-        "note: mine has changed since 1 job of this sweep trained with it. Jobs that are done are "
+        "mine has changed since 1 job of this sweep trained with it. Jobs that are done are "
         "kept. Use hydra.sweep.dir=s-2 to train all with the new code."
     ]
     expected = " It was trained before mine changed; use another directory to train anew."
     assert trained_before(sweep.folder / "job") == expected
     job.status = "pending"
     assert notes_on_code(sweep) == []
+
+
+def test_check_notes_a_module_that_changed_since_jobs_were_trained(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("x = 1\n")
+    sweep = check_sweep(["loss=grpo,gspo", "tracking=none", f"hydra.sweep.dir={tmp_path}/s"])
+    for job in sweep.jobs.values():
+        run_dir = sweep.folder / job.directory
+        run_dir.mkdir(parents=True)
+        provenance = {"modules": module_digests(["mine"])}
+        (run_dir / "provenance.json").write_text(json.dumps(provenance))
+        job.status = "done"
+    assert "mine has changed" not in render_plan(sweep)
+    (tmp_path / "mine.py").write_text("x = 2\n")
+    assert "mine has changed since 2 jobs of this sweep trained with it." in render_plan(sweep)
 
 
 def test_a_damaged_file_of_a_sweep_is_refused(sweep):
