@@ -46,6 +46,7 @@ class Goal:
     span: documents (first, last) that every run has seen.
     measure: of MEASURES, compared where there is no threshold. chosen: whether the user has chosen
         it.
+    start: the mean of the first values, None where no run has one.
     """
 
     metric: str
@@ -56,6 +57,7 @@ class Goal:
     span: tuple[float, float]
     measure: str = "final"
     chosen: bool = False
+    start: float | None = None
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,7 @@ def goal_of(
     low = max((x[0] for x in documents), default=0.0)
     high = min((x[-1] for x in documents), default=0.0)
     window = 0.0 if metric.startswith(HELD_OUT) else high / _WINDOWS
+    starts = [first(run.values(metric)) for group in groups for run in group]
     why = "as --reach says"
     if not documents:
         threshold = None
@@ -225,6 +228,7 @@ def goal_of(
         span=(low, high),
         measure=measure or "final",
         chosen=measure is not None,
+        start=mean(starts) if starts else None,
     )
 
 

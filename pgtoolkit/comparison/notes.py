@@ -9,12 +9,16 @@ import numpy as np
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup
 from pgtoolkit.comparison.measures import DOCUMENTS, apart_of
 from pgtoolkit.comparison.pairs import block_of
+from pgtoolkit.comparison.seed_noise import noise_of
 from pgtoolkit.runs.find import DROPPED, Run
 from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE
 from pgtoolkit.system.report import is_number, text
 
 _SCALES_APART = 2
 """A note is made where the median gradient norms of two groups differ by more than this factor."""
+
+_DEVIATIONS = 2
+"""A note is made where the threshold is above the start by fewer standard deviations over seeds."""
 
 _FEW_MEASUREMENTS = 10
 """A note is made where a configuration came to the threshold in fewer measurements than this."""
@@ -51,16 +55,36 @@ def _threshold_notes(compared: Compared) -> list[str]:
             f"no seed reached {reached}, so documents tell nothing here: "
             f"--metric=final:{goal.metric} compares the ends, and a lower --reach the way to it"
         ]
+    notes = _threshold_in_noise(compared)
     spent = [compared.spent(group, DOCUMENTS) for group in compared.groups if group.counted]
     if min(map(np.mean, spent)) >= _FEW_MEASUREMENTS * goal.apart:
-        return []
+        return notes
     closest = min(apart_of(run, goal.metric) for group in compared.groups for run in group.counted)
     every = f"{closest:,.0f} to " if round(closest) < round(goal.apart) else ""
     return [
+        *notes,
         f"{goal.metric} is measured every {every}{goal.apart:,.0f} documents, so what it takes to "
         f"come to {goal.threshold:g} is known to within {goal.apart:,.0f}; a smaller difference "
         "may come from that alone. Runs that measure more often tell, and "
-        f"--metric=area:{goal.metric} depends less on it"
+        f"--metric=area:{goal.metric} depends less on it",
+    ]
+
+
+def _threshold_in_noise(compared: Compared) -> list[str]:
+    """Return a note where the threshold is no further above the start of runs than their ends are
+    apart by the seed."""
+    goal = compared.goal
+    noise = noise_of(compared)
+    if noise is None or goal.threshold is None or goal.start is None:
+        return []
+    above = goal.threshold - goal.start
+    if above >= _DEVIATIONS * noise.spread:
+        return []
+    return [
+        f"the threshold {goal.threshold:g} is {above:.2g} above the mean start, less than "
+        f"{_DEVIATIONS} standard deviations of a run's end over seeds ({noise.spread:.2g}): "
+        "whether and when a run comes to it is largely chance. "
+        f"--metric=final:{goal.metric} compares the ends"
     ]
 
 

@@ -354,7 +354,9 @@ def page_sections(
         sections.append(("Other runs", _plans_that_differ(checked, first)))
     if find is not None:
         sections.append(("Seeds", lines_on_seeds(checked, find)))
-    of_code = notes_on_code(checked) if isinstance(checked, Sweep) else []
+    of_code = []
+    if isinstance(checked, Sweep) and checked.has_folder:
+        of_code = notes_on_code(checked)
     sections.append(("Notes", [*notes(checked), *of_code]))
     all_problems = [*map(_checked_again, problems(checked))]
     title = f"Problems ({len(all_problems)})" if all_problems else "Problems"

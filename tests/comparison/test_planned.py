@@ -445,6 +445,27 @@ def test_the_question_names_the_test_of_the_pairs_that_are_shown():
     assert "t-test, Welch's, two-sided:" in _latex(without_gspo, "")
 
 
+@pytest.mark.parametrize(("rise", "is_noted"), [(0.1, True), (0.18, True), (0.25, False)])
+def test_a_threshold_within_the_noise_of_seeds_is_noted(rise, is_noted):
+    """Runs start at 0.2 and end at 0.2 + rise, up to 0.1 lower or higher. The threshold is nine
+    tenths of the way to the highest of the lowest ends."""
+    ends = {"grpo": [-0.05, 0.0, 0.05], "gspo": [-0.1, 0.0, 0.1]}
+    runs = [
+        run_of([0.2] * 2 + [0.2 + rise + end] * 8, seed, **{"loss.name": loss})
+        for loss, values in ends.items()
+        for seed, end in enumerate(values)
+    ]
+    above = 0.9 * (rise - 0.05)
+    spread = np.sqrt((0.05**2 + 0.1**2) / 2)  # 0.079, so the edge is a rise of 0.226
+    notes = " ".join(compare(runs, PASS).notes)
+    expected = (
+        f"the threshold {0.2 + above:g} is {above:.2g} above the mean start, less than 2 standard "
+        f"deviations of a run's end over seeds ({spread:.2g})"
+    )
+    assert (expected in notes) is is_noted
+    assert ("above the mean start" in notes) is is_noted
+
+
 def test_a_margin_in_percent_is_of_the_mean_of_the_paired_runs_of_the_base():
     """The base has a mean of 1 in the pairs, and another run of 100, without a pair."""
     base = [0.9, 1.1, 1.0]
