@@ -54,6 +54,7 @@ ALSO_LIGHT = (
     "sampling.settings",
     "rollouts.batch_counts",
     "rollouts.recorded_folder",
+    "rollouts.rules",
     "rollouts.settings",
     "rollouts.whole_steps",
     "training.loss_settings",

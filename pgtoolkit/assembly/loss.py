@@ -26,7 +26,7 @@ from pgtoolkit.losses.aggregation import (
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.families import FAMILIES, Family
 from pgtoolkit.losses.family import configured
-from pgtoolkit.losses.function import NEW, FunctionFamily, FunctionLoss
+from pgtoolkit.losses.function import NEW, FunctionFamily, FunctionLoss, reads_rewards
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.slopes import check_family
@@ -77,7 +77,7 @@ def loss_of(config: Config) -> Loss:
         if config.advantage.estimator == AdvantageEstimator.none:
             misfits = without_advantages(
                 config,
-                reads_rewards=_reads_rewards(family),
+                reads_rewards=reads_rewards(family),
                 learns_at_once=not trains_on_advantages_alone(family, spread=0),
                 learns_later=not trains_on_advantages_alone(family, spread=0.05),
             )
@@ -107,11 +107,6 @@ def _aggregation(settings: AggregationSettings, reducer_key: str) -> Aggregation
         return aggregation_of(mode, settings.divisor)
     reducer = _imported_reducer(reducer_key, settings.reducer)
     return Custom(reducer, needs_groups=AGGREGATIONS[mode].needs_groups)
-
-
-def _reads_rewards(family: Family) -> bool:
-    is_function = isinstance(family, FunctionFamily)
-    return is_function and bool(family.asked & {"rewards", "group_rewards"})
 
 
 def note_on_advantages(loss: Loss, path: str, estimator: str) -> str | None:

@@ -180,7 +180,6 @@ def _sampled_rollouts(
         folder,
         penalty=penalty,
         adaptive_kl=None if penalty is None else module.adaptive_kl,
-        reference_every=config.kl.update_every,
         gae=config.advantage if has_critic else None,
         correction=module.loss.correction,
         share_prompts=share_prompts,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pgtoolkit.config.defaults import ByCondition, ByScores, ByWeights, Computed, SameAs
+from pgtoolkit.rollouts.rules import ONLY_IF
 from pgtoolkit.system.declared import Declared
 
 ASKED = "rollout.name=policy or evaluation.every>0"
@@ -26,28 +27,16 @@ _TRUNCATED = "rollout.top_p!=null and rollout.top_p!=1 or rollout.top_k!=null"
 _SAMPLES_AHEAD: Declared = {"fixed_if": "rollout.lag>0 or rollout.max_staleness>0"}
 
 CONDITIONS: Mapping[str, Declared] = {
+    **ONLY_IF,
     "loss.num_splits": {
         "only_if": "kernel.implementation!=fused_linear",
         "use": "kernel=torch",
         "why": "The fused head makes its own pieces.",
     },
-    "kl.reference_prompt": {
-        "only_if": "kl.kind!=none and kl.reference!=recorded and rollout.name=policy and "
-        "parallelism.sequence_data_parallel=1",
-        "use": "kl=k3 and kl.reference=initial and rollout=policy and "
-        "parallelism.sequence_data_parallel=1",
-        "why": "A second model reads it in front of sampled completions, on ranks that hold whole "
-        "documents.",
-    },
     "kl.place": {
         "only_if": "kl.kind!=none and rollout.name=policy",
         "use": "kl=k1 and rollout=policy",
         "why": "The penalty is subtracted from the rewards as they are made.",
-    },
-    "kl.target": {
-        "only_if": "kl.kind!=none and rollout.name=policy",
-        "use": "kl=k3 and rollout=policy",
-        "why": "It is compared with the KL of a batch of rollouts.",
     },
     "kernel.logits_memory_mb": {
         "only_if": "kernel.implementation=auto and loss.num_splits=1 or "
@@ -68,48 +57,14 @@ CONDITIONS: Mapping[str, Declared] = {
     "task/guess.max_turns": _ONLY_ASKED,
     "task.system_prompt": _NEEDS_TEMPLATE,
     "task.chat_arguments": _NEEDS_TEMPLATE,
-    "rollout.overlong_buffer": {
-        "only_if": "advantage.estimator!=max_rl",
-        "use": "advantage=grpo",
-        "why": "Rewards become negative, by whose mean max_rl would divide.",
-    },
-    "rollout.uninformative": {
-        "only_if": "rollout.lag=0 and rollout.max_staleness=null and rollout.max_sampling_rounds=1 "
-        "and accumulation.last_step!=drop",
-        "use": "rollout.lag=0 and rollout.max_staleness=null and rollout.max_sampling_rounds=1 and "
-        "accumulation.last_step=short",
-        "why": "How many documents a batch has is known only once it is scored, and further rounds "
-        "replace them.",
-    },
-    "rollout.passes": {
-        "only_if": "accumulation.last_step!=carry",
-        "use": "accumulation.last_step=short",
-        "why": "A step with documents of two batches would belong to a pass over each.",
-    },
     "rollout.retire_at": {
         "only_if": "task.path!=null or task.name=reasoning_gym",
         "use": "task=prompts",
         "why": "Prompts of a generator never come back.",
     },
-    "rollout.lag": {
-        "only_if": "rollout.max_staleness=null and accumulation.docs_per_step!=0",
-        "use": "rollout.max_staleness=null and accumulation=dynamic",
-    },
-    "rollout.max_staleness": {
-        "only_if": "accumulation.docs_per_step!=0 and rollout.old_log_probs!=training and "
-        "accumulation.last_step!=carry",
-        "use": "accumulation=dynamic and rollout.old_log_probs=sampling and "
-        "accumulation.last_step=short",
-        "why": "A batch is sampled while the one before is trained: then the weights that wrote it "
-        "are gone.",
-    },
     "sampler.keep_top": {"learns": f"loss.score_centering=true or {_TRUNCATED}"},
     "rollout.chat": _NEEDS_TOKENIZER,
     "rollout.trained_turns": _NEEDS_TOKENIZER,
-    "rollout.too_long": {
-        "only_if": "advantage.estimator=given",
-        "why": "The advantages of a group change if one of its completions is left out.",
-    },
     # A pass that ends the run makes a short step of documents that the next pass would get.
     "rollout/recorded.epochs": {
         "last_counts": "accumulation.docs_per_step>0 and accumulation.last_step!=carry"

@@ -9,6 +9,14 @@ from pgtoolkit.losses.checks import check_positive, check_whole
 
 _LARGEST_ERROR = 0.2
 
+TO_0 = "A batch with a KL below the target would take the coefficient to 0, or below."
+"""The reason why a horizon is long enough for a batch."""
+
+
+def is_long_enough(horizon: int, documents: int) -> bool:
+    """Return whether no batch of this many documents takes a coefficient to 0."""
+    return 5 * horizon > documents  # 5 is 1 / _LARGEST_ERROR
+
 
 @dataclass
 class AdaptiveKL:
@@ -39,6 +47,16 @@ class AdaptiveKL:
         check_positive("target", self.target)
         check_whole("horizon", self.horizon, 1)
         check_positive("coefficient", self.coefficient)
+
+    def check_batch(self, documents: int) -> None:
+        """Raise ValueError where one batch of this many documents could take the coefficient to 0,
+        or below."""
+        if not is_long_enough(self.horizon, documents):
+            raise ValueError(
+                f"AdaptiveKL(horizon={self.horizon}) needs more than {documents // 5}, a fifth of "
+                f"the {documents} documents of a batch (got {self.horizon}). {TO_0} Use "
+                f"horizon={documents}."
+            )
 
     def add(self, distance: float, documents: int) -> None:
         """Count documents of the batch. distance: the sum of their KL.

@@ -78,6 +78,11 @@ class FunctionFamily(Family):
         return bool(self.asked & {"log_ratio", "old_log_probs"})
 
 
+def reads_rewards(family: Family) -> bool:
+    """Return whether a family is given the rewards of documents or of groups."""
+    return isinstance(family, FunctionFamily) and bool(family.asked & {"rewards", "group_rewards"})
+
+
 @dataclass(frozen=True)
 class FunctionLoss(FunctionFamily):
     """A function of the user's own.

@@ -77,9 +77,34 @@ class Estimator:
                 f"{self.name!r} with function={shown(self.function)}). The other estimators have "
                 "formulas of their own. Use Estimator('custom', function=...), or leave it out."
             )
-
+        if self.name == "gdpo" and len([w for w in self.weights.values() if w != 0]) < 2:
+            raise ValueError(
+                "Estimator('gdpo') needs weights of two or more measures, each other than 0 (got "
+                f"{dict(self.weights)}). It normalises the score of each verifier in its group, "
+                "before it adds them up. Use weights={'reward/first': 1.0, 'reward/second': 1.0} "
+                "of the verifiers first and second, or Estimator('grpo')."
+            )
+        if self.name != "gdpo" and self.weights:
+            raise ValueError(
+                f"Estimator({self.name!r}) needs no weights (got {dict(self.weights)}). They are "
+                "those of the verifiers in gdpo. Use Estimator('gdpo', weights=...), or leave them "
+                "out."
+            )
         if self.function is not None and self.path is None:  # else `of` has checked it
             check_call(self._setting, self.function, ("rewards",), ADVANTAGE_KEYWORDS)
+
+    @property
+    def values_by_key(self) -> dict[str, object]:
+        """Return what the rules between parts compare, by the names of keys."""
+        return {
+            "advantage": self.name,
+            "advantage.estimator": self.name,
+            "advantage.reward_shift": self.shape.shift,
+            "advantage.reward_scale": self.shape.scale,
+            "advantage.reward_clip": self.shape.reward_clip,
+            "advantage.clip_low": self.shape.clip_low,
+            "advantage.clip_high": self.shape.clip_high,
+        }
 
     @property
     def _setting(self) -> str:

@@ -52,7 +52,6 @@ class ForwardPasses:
     is_ahead: whether batches are sampled some steps before training on them begins.
     reads_early: whether old log-probs are read before a batch's first update.
     has_kl_reward: whether rewards have a penalty, which reads the reference's log-probs.
-    reference_every: the number of updates after which the reference moves; None: it never does.
     share_prompts: see `steps.is_sharing`.
     """
 
@@ -64,7 +63,6 @@ class ForwardPasses:
     is_ahead: bool
     reads_early: bool
     has_kl_reward: bool
-    reference_every: int | None
     share_prompts: AutoOrBool = False
 
     def log_probs(
@@ -217,7 +215,7 @@ class ForwardPasses:
     def _reference_may_have_moved(self, documents: list[Document]) -> bool:
         """Return whether the reference may be another one than when the documents' old log-probs
         were computed, which was before training on them began."""
-        every = self.reference_every
+        every = self.trained.reference_every
         is_late = self.is_ahead and self.rollout.old_log_probs == OldLogProbs.training
         versions = [document.model_version for document in documents]
         if every is None or not is_late:

@@ -20,6 +20,7 @@ from pgtoolkit.rollouts.indexing import Indexing, notes_on_weights
 from pgtoolkit.rollouts.parsed_rows import parse_row
 from pgtoolkit.rollouts.recorded_index import RecordedIndex, first_parts
 from pgtoolkit.rollouts.rows import COLUMNS, RecordedRow, Rules
+from pgtoolkit.rollouts.rules_in_python import misfit
 from pgtoolkit.rollouts.settings import AdvantageEstimator, RecordedRolloutSettings
 from pgtoolkit.rollouts.source import Outline, Source
 from pgtoolkit.tasks.row_files import find_files, open_files
@@ -76,6 +77,9 @@ class RecordedRollouts(Source):
     without_old_log_probs: str | None = None
 
     def __post_init__(self) -> None:
+        problem = misfit(self.values_by_key)
+        if problem is not None:
+            raise ValueError(problem)
         self._rules = self._rules_for_rows()
         with failing_together(self.layout):
             indexed = self._indexed() if self.layout.rank == 0 else None
@@ -88,6 +92,11 @@ class RecordedRollouts(Source):
         self._order = functools.lru_cache(maxsize=1)(self._order_of)
         self.batch_size = len(self._rows)
         self.num_documents = self.batch_size * self.config.epochs
+
+    @property
+    def values_by_key(self) -> dict[str, object]:
+        values = {f"rollout.{name}": value for name, value in vars(self.config).items()}
+        return values | {"rollout": self.config.name} | self.estimator.values_by_key
 
     def document(self, position: int) -> Document:
         epoch, index = self._place(position)

@@ -13,13 +13,14 @@ import torch
 
 from pgtoolkit.completion import Completion, Prompt, Request
 from pgtoolkit.document import Document, fields_of
-from pgtoolkit.errors import VerifierLost
+from pgtoolkit.errors import DataError, VerifierLost
 from pgtoolkit.losses.adaptive_kl import AdaptiveKL
 from pgtoolkit.losses.corrections import Correction
-from pgtoolkit.losses.kl import KL, REWARD_KINDS
+from pgtoolkit.losses.kl import KL
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
-from pgtoolkit.rollouts.batch_counts import steps_ahead, steps_before
+from pgtoolkit.rollouts.advantages import Shape
+from pgtoolkit.rollouts.batch_counts import steps_ahead, steps_before, steps_of_batch
 from pgtoolkit.rollouts.estimator import Estimator, advantages_of
 from pgtoolkit.rollouts.forward_passes import ForwardPasses, sum_of_kl
 from pgtoolkit.rollouts.gae import with_gae
@@ -36,6 +37,7 @@ from pgtoolkit.rollouts.group_rollouts import (
 )
 from pgtoolkit.rollouts.passes import Passes
 from pgtoolkit.rollouts.recording import write_batch
+from pgtoolkit.rollouts.rules_in_python import misfit
 from pgtoolkit.rollouts.saved_batches import STATE
 from pgtoolkit.rollouts.settings import (
     WITHOUT_OTHERS,
@@ -90,7 +92,6 @@ class SampledRollouts(Source):
     folder: the folder where each batch is recorded; None if batches are not recorded.
     penalty: on rewards, by the reference of `trained`; None: there is none.
     adaptive_kl: the coefficient of that penalty, which each batch moves; None: it stays.
-    reference_every: the number of updates after which that reference moves; None: it never does.
     gae: the settings with which the critic of `trained` makes advantages; None: the estimator does.
     correction: of the loss; one of the gap to the sampler reads old log-probs early.
     share_prompts: see `steps.is_sharing`.
@@ -107,16 +108,12 @@ class SampledRollouts(Source):
     folder: Path | None = None
     penalty: KL | None = None
     adaptive_kl: AdaptiveKL | None = None
-    reference_every: int | None = None
     gae: AdvantageSettings | None = None
     correction: Correction | None = None
     share_prompts: AutoOrBool = False
 
     def __post_init__(self) -> None:
-        self._check_estimator()
-        self._check_penalty()
-        if isinstance(self.sampler, TransformersSampler):
-            self._check_sampling(self.sampler.sampling)
+        self._check_parts()
         self._rollout = self.settings
         self.batch_size = self._rollout.prompts_per_batch * self._rollout.group_size
         self.passes = Passes.of(self._rollout, self.seed)
@@ -134,7 +131,6 @@ class SampledRollouts(Source):
             or self.penalty is not None
             or self._corrects(),
             has_kl_reward=self.penalty is not None,
-            reference_every=self.reference_every,
             share_prompts=self.share_prompts,
         )
         # The number of the batch in use: the one that steps take documents from. -1 before the
@@ -148,6 +144,7 @@ class SampledRollouts(Source):
         self._retired: set[int] = set()
         # The note is given once, and not where the rewards of a prompt are not compared.
         self._may_note_small_rewards = self.estimator.name not in WITHOUT_OTHERS
+        self._noted_measures = False
         self._pending: _PendingBatch | None = None
         # Prompt number -> its completions, of a batch that nobody could score: they are scored when
         # a resumed run begins that batch, instead of others of newer weights.
@@ -157,59 +154,70 @@ class SampledRollouts(Source):
         # The latest call of the sampler in a background thread.
         self._background: Future | None = None
 
-    def _check_estimator(self) -> None:
-        """Raise ValueError for an estimator that cannot make advantages of these completions."""
-        name = self.estimator.name
-        if name == "given":
-            raise ValueError(
-                "estimator 'given' needs RecordedRollouts: a completion that is sampled has no "
-                "advantage yet. Use Estimator('dr_grpo')"
-            )
-        if (name == "gae") != (self.gae is not None):
+    @property
+    def values_by_key(self) -> dict[str, object]:
+        values: dict[str, object] = {
+            "rollout": self.settings.name,
+            "correction": "none" if self.correction is None else self.correction.name,
+            "kl.reference_prompt": self.task.reference_prompt,
+            **self.estimator.values_by_key,
+        }
+        values |= {f"rollout.{name}": value for name, value in vars(self.settings).items()}
+        values |= {f"accumulation.{name}": value for name, value in vars(self.accumulation).items()}
+        if isinstance(self.sampler, TransformersSampler):
+            values["sampler.keep_top"] = self.sampler.sampling.keep_top
+        return values
+
+    def _check_parts(self) -> None:
+        """Raise ValueError for parts that do not fit each other."""
+        values = self.values_by_key
+        if self.penalty is not None:
+            values |= {"kl": self.penalty.kind, "kl.place": "reward"}
+        problem = misfit(values)
+        if problem is not None:
+            raise ValueError(problem)
+        if (self.estimator.name == "gae") != (self.gae is not None):
             raise ValueError(
                 "estimator 'gae' and gae=AdvantageSettings(estimator='gae') need each other (got "
-                f"{name!r} and gae={self.gae and 'AdvantageSettings(...)'}): the critic's values "
-                "make the advantages. Use both, or neither"
+                f"{self.estimator.name!r} and gae={self.gae and 'AdvantageSettings(...)'}): the "
+                "critic's values make the advantages. Use both, or neither"
             )
-        if self.settings.group_size == 1 and name not in WITHOUT_OTHERS:
+        if self.gae is not None and self.estimator.shape not in (Shape(), Shape.of(self.gae)):
             raise ValueError(
-                f"estimator {name!r} needs a group_size above 1 (got 1): with one completion there "
-                "is nothing to compare it with. Use PolicyRolloutSettings(..., group_size=8)"
+                "gae=AdvantageSettings(...) needs the shape of the estimator (got "
+                f"{Shape.of(self.gae)} and {self.estimator.shape}): it is what makes the "
+                "advantages. Use Estimator('gae')"
             )
-        replaces = self.settings.max_sampling_rounds > 1
-        drops = self.settings.uninformative == Uninformative.drop
-        if (replaces or drops) and name in ("gae", "reinforce_plus_plus"):
-            setting = "max_sampling_rounds" if replaces else "uninformative='drop'"
+        if self.adaptive_kl is not None and self.penalty is None:
             raise ValueError(
-                f"{setting} needs an estimator that compares the completions of a prompt (got "
-                f"{name!r}): here a prompt whose completions all score the same teaches, too. Use "
-                "Estimator('dr_grpo')"
+                "adaptive_kl needs penalty=, whose coefficient it is (got None). Use "
+                "penalty=KL('k3', coefficient=...), or leave it out; that of a penalty in the "
+                "loss is an attribute of the module"
             )
+        if isinstance(self.sampler, TransformersSampler):
+            self._check_sampling(self.sampler.sampling)
+        self._check_sizes()
 
-    def _check_penalty(self) -> None:
-        """Raise ValueError for a penalty that cannot be taken off rewards."""
-        if self.penalty is None:
-            if self.adaptive_kl is not None:
+    def _check_sizes(self) -> None:
+        """Raise ValueError for numbers that a batch of this size does not fit."""
+        settings = self.settings
+        if settings.max_staleness is not None:
+            steps = steps_of_batch(settings, self.accumulation)
+            if settings.max_staleness < steps:
                 raise ValueError(
-                    "adaptive_kl needs penalty=, whose coefficient it is (got None). Use "
-                    "penalty=KL('k3', coefficient=...), or leave it out; that of a penalty in the "
-                    "loss is an attribute of the module"
+                    f"PolicyRolloutSettings(max_staleness={settings.max_staleness}) needs at least "
+                    f"the {steps} steps of a batch in all of its passes (got "
+                    f"{settings.max_staleness}). With less, nothing could be trained while a batch "
+                    f"is sampled. Use max_staleness={2 * steps - 1}."
                 )
-            return
-        if self.penalty.kind not in REWARD_KINDS:
+        if settings.retire_at is not None and self.task.task.num_prompts is None:
             raise ValueError(
-                f"penalty needs a KL of kind {' or '.join(REWARD_KINDS)} (got "
-                f"{self.penalty.kind!r}): a reward is made of the log-probs of the tokens that "
-                "were sampled. Use Loss(..., kl=...) for this one"
+                f"PolicyRolloutSettings(retire_at={settings.retire_at}) needs a task of a number "
+                f"of prompts (got {type(self.task.task).__name__}). Prompts of a generator never "
+                "come back. Use retire_at=None, or a PromptsTask."
             )
-        if self.estimator.name in ("none", "gdpo", "max_rl"):
-            reason = "it reads no reward"
-            if self.estimator.name == "max_rl":
-                reason = "a reward of 0 is below 0 once the penalty is taken off"
-            raise ValueError(
-                f"penalty needs another estimator (got {self.estimator.name!r}): {reason}. Use "
-                "Estimator('dr_grpo'), or Loss(..., kl=...)"
-            )
+        if self.adaptive_kl is not None:
+            self.adaptive_kl.check_batch(settings.prompts_per_batch * settings.group_size)
 
     def _check_sampling(self, sampling: SamplingSettings) -> None:
         """Raise ValueError for a sampler that samples in another way than the rollouts say.
@@ -226,14 +234,6 @@ class SampledRollouts(Source):
                     f"{got!r}): log-probs are taken as these say. Use "
                     "dataclasses.replace(settings.sampling, keep_top=...) for both"
                 )
-        of_sampler = self.settings.old_log_probs == OldLogProbs.sampling
-        if sampling.is_truncated and sampling.keep_top == 0 and (of_sampler or self._corrects()):
-            setting = "old_log_probs='sampling'" if of_sampler else "a correction"
-            raise ValueError(
-                f"{setting} with top_p or top_k needs a sampler with keep_top above 0 (got 0): its "
-                "log-probs are renormalised over the tokens that sampling keeps. Use "
-                "dataclasses.replace(settings.sampling, keep_top=32)"
-            )
 
     def _corrects(self) -> bool:
         """Return whether the loss corrects for the gap to the sampler."""
@@ -592,6 +592,7 @@ class SampledRollouts(Source):
             self._rollout.mixed,
         )
         check_scores(groups)
+        self._check_measures(groups)
         if self._may_note_small_rewards:
             note = small_rewards_note(groups)
             if note:
@@ -605,6 +606,23 @@ class SampledRollouts(Source):
         self._retired = retired
         self._batches[pending.number] = documents
         self._next_prompt = prompt_numbers[-1] + 1
+
+    def _check_measures(self, groups: list[list[Document]]) -> None:
+        """Raise DataError where no completion of a batch has a measure that the estimator weighs;
+        note it, once, where only some of them are missing, since a verifier may score a part."""
+        names = self.estimator.weights
+        measured = {name for group in groups for document in group for name in document.measures}
+        missing = [name for name in names if name not in measured]
+        if not missing or (self._noted_measures and len(missing) < len(names)):
+            return
+        self._noted_measures = True
+        message = (
+            f"no completion of a batch has {', '.join(missing)}, which advantage=gdpo weighs: its "
+            f"advantage is 0. They have {', '.join(sorted(measured)) or 'no measures'}."
+        )
+        if len(missing) == len(names):
+            raise DataError(f"{message} Use Estimator('gdpo', weights=...) of their names.")
+        log.warning("note: %s", message)
 
     def _completed(
         self,

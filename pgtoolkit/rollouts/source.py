@@ -57,6 +57,11 @@ class Source(Protocol):
     has_groups: bool = True
     passes: Passes = ONE_PASS
 
+    @property
+    def values_by_key(self) -> dict[str, object]:
+        """Return what the rules between parts compare, by the names of keys."""
+        return {}
+
     def before_step(self, position: int, number: int = 0) -> None:
         """Prepare for the step that begins at this position, in pass `number` over its batch.
 

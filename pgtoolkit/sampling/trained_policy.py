@@ -14,9 +14,11 @@ class TrainedPolicy(Protocol):
     """A policy in training. `training.module.PolicyGradientModule` is one.
 
     policy: the model with its current weights. num_updates: number of updates that they have had.
+    reference_every: number of updates after which its reference moves; None: it never does.
     """
 
     policy: Policy
+    reference_every: int | None
 
     @property
     def num_updates(self) -> int: ...

@@ -453,13 +453,16 @@ def _in_python(kind: type[Settings], condition: str) -> str:
         field_name = _field_of(kind, name)
         if "." not in name and "." in value:  # a dotted path in place of an option
             field_name = next(each.name for each in fields(kind) if each.metadata.get("stands_for"))
-        typed = _IN_YAML.get(value, value)
-        if ".." in value:
-            typed = "[...]"
-        elif typed == value and re.fullmatch(r"[a-z][\w.]*", value):
-            typed = repr(value)
+        typed = "[...]" if ".." in value else python_value(value)
         words += f"{joiner}{field_name}{_OPERATORS[operator]}{typed}"
     return words
+
+
+def python_value(typed: str) -> str:
+    """Return the value of an override as Python types it."""
+    if typed in _IN_YAML:
+        return _IN_YAML[typed]
+    return repr(typed) if re.fullmatch(r"[a-z][\w.]*", typed) else typed
 
 
 def _refused(settings: str, declared: Field, names: Sequence[str], value: object) -> str:

@@ -41,6 +41,16 @@ def with_value_head(policy: Policy) -> Policy:
     return replace(policy, model=model.requires_grad_(True))
 
 
+def check_value_head(body: Policy) -> None:
+    """Raise ValueError for a critic whose head gives other than one value."""
+    size = cast("nn.Linear", body.model.get_output_embeddings()).out_features
+    if size != 1:
+        raise ValueError(
+            f"body needs a head of one value (got one of {size}, the logits of a policy). Use "
+            "body=with_value_head(policy) of pgtoolkit.training.critic"
+        )
+
+
 def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
     """Return the (T,) loss of each value: half its squared distance from the return.
 

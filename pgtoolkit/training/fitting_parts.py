@@ -2,64 +2,132 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.losses.function import FunctionFamily
-from pgtoolkit.losses.group_families import Lpo
+from pgtoolkit.losses.families import FAMILIES
+from pgtoolkit.losses.function import FunctionFamily, reads_rewards
+from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
-from pgtoolkit.rollouts.batch_counts import samples_ahead
+from pgtoolkit.losses.trial import trains_on_advantages_alone
+from pgtoolkit.model.lora import adapted_layers
+from pgtoolkit.ranks.environment import AXES
+from pgtoolkit.rollouts.advantages import Shape
 from pgtoolkit.rollouts.recorded import RecordedRollouts
+from pgtoolkit.rollouts.rules import OWN_AT_ONCE, OWN_LATER, OWN_OF_GROUPS, OWN_WITHOUT_REWARDS
+from pgtoolkit.rollouts.rules_in_python import misfit
 from pgtoolkit.rollouts.sampled import SampledRollouts
-from pgtoolkit.rollouts.settings import LastStep, OldLogProbs, RolloutSettings, Truncated
+from pgtoolkit.rollouts.settings import RolloutSettings, Truncated
 from pgtoolkit.rollouts.step_loader import StepLoader
-from pgtoolkit.sampling.samplers import TransformersSampler
+from pgtoolkit.rollouts.whole_steps import misfits_of_groups
+from pgtoolkit.system.declared import Needed
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.whole_step import needs_first_pass
 
 
 def check_parts(module: PolicyGradientModule, loader: StepLoader) -> None:
-    """Raise ConfigError where the numbers of a step would not be those that the parts name."""
+    """Raise ConfigError where the numbers of a step would not be those that the parts name: where
+    they do not meet a rule, or where two of them say something else of the same."""
     source = loader.source
-    _check_steps(module.loss, loader)
-    if isinstance(source, RecordedRollouts):
-        _check_completions(module.loss, source.config)
+    loss = module.loss
+    sampled = isinstance(source, SampledRollouts)
+    if isinstance(source, SampledRollouts | RecordedRollouts):
+        _check_completions(loss, source.settings if sampled else source.config)
+    penalty = source.penalty if isinstance(source, SampledRollouts) else None
+    values = source.values_by_key | _values_of(module, penalty)
+    values |= {f"accumulation.{name}": value for name, value in vars(loader.accumulation).items()}
+    if module.reference is None:
+        values["kl.reference"] = None if sampled else "recorded"
+    problem = misfit(values, _rows_for_own(loss, values.get("advantage")))
+    if problem is not None:
+        raise ConfigError(problem)
+    _check_groups(loss, loader)
+    if isinstance(source, SampledRollouts | RecordedRollouts):
+        _check_shape(module, source.estimator.shape)
     if isinstance(source, SampledRollouts):
-        _check_completions(module.loss, source.settings)
         _check_sampled(module, source, loader)
-        _check_old_log_probs(module.loss, source)
-        _check_advantages(module.loss, source)
 
 
 def _refuse(setting: str, got: object, reason: str, use: str) -> None:
     raise ConfigError(f"{setting} (got {got}). {reason} Use {use}.")
 
 
-def _check_steps(loss: Loss, loader: StepLoader) -> None:
+def _values_of(module: PolicyGradientModule, penalty: KL | None) -> dict[str, object]:
+    """Return what the rules between parts compare, by the names of keys. penalty: on rewards."""
+    loss = module.loss
+    kl = loss.kl or penalty
+    kind = "none" if kl is None else kl.kind
+    adaptive = None if kl is None else module.adaptive_kl
+    return {
+        "loss": loss.family.name if _is_ours(loss) else "custom",
+        "loss.score_centering": loss.family.score_centering,
+        "aggregation": loss.aggregation.name,
+        "correction": "none" if loss.correction is None else loss.correction.name,
+        "entropy.coefficient": loss.entropy_coefficient,
+        "entropy.top_fraction": loss.entropy_top_fraction,
+        "metrics": loss.metrics,
+        "kl": kind,
+        "kl.kind": kind,
+        "kl.place": "loss" if kl is loss.kl else "reward",
+        "kl.reference": "of the module",
+        "kl.target": None if adaptive is None else adaptive.target,
+        "kl.update_every": module.reference_every,
+        "model.lora_rank": len(adapted_layers(module.policy.model)) or None,
+        "model.dtype": str(module.policy.compute_dtype).removeprefix("torch."),
+        **{f"parallelism.{axis}": module.layout.size(axis) for axis in AXES},
+    }
+
+
+def _is_ours(loss: Loss) -> bool:
+    return FAMILIES.get(loss.family.name) is type(loss.family)
+
+
+def _rows_for_own(loss: Loss, estimator: object) -> Iterator[Needed]:
+    """Yield the rules on losses of ours that hold for one of the user's own, too."""
+    if _is_ours(loss):
+        return
+    asked = loss.family.asked if isinstance(loss.family, FunctionFamily) else frozenset()
+    if asked & {"groups", "group_rewards"}:
+        yield from OWN_OF_GROUPS
+    if not reads_rewards(loss.family):
+        yield from OWN_WITHOUT_REWARDS
+    if estimator != "none":
+        return
+    if trains_on_advantages_alone(loss.family, spread=0):
+        yield from OWN_AT_ONCE
+    if trains_on_advantages_alone(loss.family, spread=0.05):
+        yield from OWN_LATER
+
+
+def _check_groups(loss: Loss, loader: StepLoader) -> None:
     """Refuse steps that do not hold what the loss compares."""
+    compares = f"Loss with family {loss.family.name!r}"
+    if loss.aggregation.needs_groups:
+        compares = f"aggregation {loss.aggregation.name!r}"
+    docs_per_step = loader.accumulation.docs_per_step
     if loss.needs_whole_groups and not loader.close_on_groups:
         _refuse(
-            f"{_what_needs_groups(loss)} needs StepLoader(..., close_on_groups=True)",
+            f"{compares} needs StepLoader(..., close_on_groups=True)",
             loader.close_on_groups,
             "Else a step may hold a part of a prompt's completions.",
             "close_on_groups=True",
         )
-    if loader.accumulation.docs_per_step == 0 and (
-        loss.needs_whole_groups or needs_first_pass(loss)
-    ):
-        what = _what_needs_groups(loss)
-        if loss.entropy_top_fraction is not None:
-            what = f"entropy_top_fraction={loss.entropy_top_fraction}"
+    if docs_per_step == 0 and (loss.needs_whole_groups or needs_first_pass(loss)):
         _refuse(
-            f"{what} needs AccumulationSettings with docs_per_step above 0",
+            f"{compares} needs AccumulationSettings(docs_per_step=...) above 0",
             0,
             "A fixed number of micro-batches holds other documents from step to step.",
-            "docs_per_step=64",
+            "AccumulationSettings(docs_per_step=64)",
         )
-
-
-def _what_needs_groups(loss: Loss) -> str:
-    if loss.aggregation.needs_groups:
-        return f"aggregation {loss.aggregation.name!r}"
-    return f"loss {loss.family.name!r}"
+    if loader.close_on_groups and isinstance(loader.source, SampledRollouts):
+        problems = misfits_of_groups(
+            "StepLoader(..., close_on_groups=True)",
+            docs_per_step,
+            loader.source.settings.group_size,
+            "A step ends where a group ends, and has other documents otherwise.",
+        )
+        if problems:
+            raise ConfigError(problems[0])
 
 
 def _check_completions(loss: Loss, settings: RolloutSettings) -> None:
@@ -83,11 +151,23 @@ def _check_completions(loss: Loss, settings: RolloutSettings) -> None:
         )
 
 
+def _check_shape(module: PolicyGradientModule, shape: Shape) -> None:
+    """Refuse a loss that would get other rewards than the estimator. shape: of the estimator."""
+    if module.shape == shape or (module.shape == Shape() and not reads_rewards(module.loss.family)):
+        return
+    _refuse(
+        "PolicyGradientModule needs as its shape that of the rollouts' estimator",
+        f"{module.shape} and {shape}",
+        "A loss that reads rewards gets them by the first, and an estimator by the second.",
+        "module.shape = rollouts.estimator.shape",
+    )
+
+
 def _check_sampled(
     module: PolicyGradientModule, source: SampledRollouts, loader: StepLoader
 ) -> None:
-    """Refuse rollouts of another module, or of steps of another size, and coefficients of a penalty
-    that nothing has."""
+    """Refuse rollouts of another module, or of steps of another size, and parts of the module that
+    they give nothing."""
     if source.trained is not module:
         _refuse(
             "SampledRollouts needs trained=, the module that fit trains",
@@ -102,9 +182,36 @@ def _check_sampled(
             "Rollouts count by them the steps of a batch.",
             "one object for both",
         )
+    if source.correction != module.loss.correction:
+        _refuse(
+            "SampledRollouts needs correction=, that of the loss",
+            source.correction,
+            "By it they keep log-probs of the sampler.",
+            "SampledRollouts(..., correction=module.loss.correction)",
+        )
+    if (module.critic is None) != (source.gae is None):
+        _refuse(
+            "a critic and SampledRollouts(..., gae=...) need each other",
+            f"critic={module.critic and '...'} and gae={source.gae and '...'}",
+            "What the critic learns is made with the advantages of gae.",
+            "module.add_critic(with_value_head(...), ...), Estimator('gae') and "
+            "gae=AdvantageSettings(estimator='gae'), or none of them",
+        )
+    if module.reference is not None and module.loss.kl is None and source.penalty is None:
+        _refuse(
+            "reference= of a module needs a penalty, which is the distance from it",
+            None,
+            "Nothing would read it.",
+            "Loss(..., kl=KL('k3', coefficient=...)), SampledRollouts(..., penalty=...), or "
+            "reference=None",
+        )
     adaptive = module.adaptive_kl
     if adaptive is None:
         return
+    try:
+        adaptive.check_batch(source.batch_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if module.loss.kl is None and source.adaptive_kl is not adaptive:
         _refuse(
             "adaptive_kl of a module needs a penalty, whose coefficient it is",
@@ -112,98 +219,4 @@ def _check_sampled(
             "Nothing would have that coefficient.",
             "Loss(..., kl=KL('k3', coefficient=...)), or penalty= and adaptive_kl= of "
             "SampledRollouts",
-        )
-    if module.loss.kl is not None and loader.accumulation.last_step == LastStep.carry:
-        _refuse(
-            "adaptive_kl needs AccumulationSettings with another last_step",
-            "'carry'",
-            "A step with documents of two batches would have a coefficient of each.",
-            "last_step='short'",
-        )
-
-
-def _check_old_log_probs(loss: Loss, source: SampledRollouts) -> None:
-    """Refuse rollouts whose old log-probs are not those that the loss needs."""
-    settings = source.settings
-    of_sampler = settings.old_log_probs == OldLogProbs.sampling
-    if loss.needs_sampling_log_probs:
-        assert loss.correction is not None
-        name = type(loss.correction).__name__
-        if of_sampler:
-            _refuse(
-                f"{name} needs PolicyRolloutSettings with other old_log_probs",
-                "'sampling'",
-                "The old log-probs are then the sampler's own, and the factor is 1 everywhere.",
-                "old_log_probs='training', or a Loss without the correction",
-            )
-        if source.correction != loss.correction:
-            _refuse(
-                f"{name} needs SampledRollouts(..., correction=...), too",
-                source.correction,
-                "Else no log-probs of the sampler are kept.",
-                "correction=module.loss.correction",
-            )
-    if loss.family.score_centering:
-        if not of_sampler:
-            _refuse(
-                "score_centering=True needs PolicyRolloutSettings with old_log_probs='sampling'",
-                repr(settings.old_log_probs.value),
-                "Its centre is that of the sampler, which has to be the policy that ratios are "
-                "anchored at.",
-                "old_log_probs='sampling'",
-            )
-        sampler = source.sampler
-        if isinstance(sampler, TransformersSampler) and sampler.sampling.keep_top == 0:
-            _refuse(
-                "score_centering=True needs a sampler with keep_top above 0",
-                0,
-                "It needs the likeliest tokens of the sampler at each position.",
-                "dataclasses.replace(settings.sampling, keep_top=32)",
-            )
-        if settings.sampling.is_truncated:
-            _refuse(
-                "score_centering=True needs PolicyRolloutSettings without top_p and top_k",
-                f"top_p={settings.top_p}, top_k={settings.top_k}",
-                "The tail beyond the likeliest tokens is modelled, and truncated sampling has "
-                "none.",
-                "top_p=None and top_k=None",
-            )
-    is_proximal = settings.old_log_probs == OldLogProbs.proximal
-    if isinstance(loss.family, Lpo) and samples_ahead(settings) and not is_proximal:
-        _refuse(
-            "loss 'lpo' with lag or max_staleness needs old_log_probs='proximal'",
-            repr(settings.old_log_probs.value),
-            "Its target is anchored at the policy that training on the batch begins with.",
-            "PolicyRolloutSettings(..., old_log_probs='proximal')",
-        )
-
-
-def _check_advantages(loss: Loss, source: SampledRollouts) -> None:
-    """Refuse completions that the loss cannot learn from."""
-    name = source.estimator.name
-    family = loss.family
-    asked = family.asked if isinstance(family, FunctionFamily) else frozenset()
-    if asked & {"groups", "group_rewards"} and source.settings.group_size == 1:
-        _refuse(
-            f"loss {family.name!r} needs PolicyRolloutSettings with group_size above 1",
-            1,
-            "It compares the completions of a prompt, and a single one has none beside it.",
-            "group_size=8",
-        )
-    if loss.aggregation.by_sign and name in ("none", "gae"):
-        _refuse(
-            f"aggregation {loss.aggregation.name!r} needs an estimator that gives each completion "
-            "one advantage",
-            repr(name),
-            "It weighs completions by the sign of their advantage.",
-            "Estimator('dr_grpo')",
-        )
-    has_penalty = loss.kl is not None and loss.kl.kind != "k1"
-    trains = bool(asked) or has_penalty or loss.entropy_coefficient != 0
-    if name == "none" and not trains:
-        _refuse(
-            f"loss {family.name!r} needs an estimator other than 'none'",
-            repr(name),
-            "Advantages of 0 teach nothing.",
-            "Estimator('dr_grpo'), or Loss(..., kl=KL('k3', coefficient=...)) with a reference",
         )

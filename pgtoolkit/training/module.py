@@ -48,7 +48,7 @@ from pgtoolkit.training.accumulation import (
     DynamicAccumulation,
     StepOutput,
 )
-from pgtoolkit.training.critic import Critic
+from pgtoolkit.training.critic import Critic, check_value_head
 from pgtoolkit.training.frameworks import callbacks, lightning
 from pgtoolkit.training.loss_scale import LossScale
 from pgtoolkit.training.optimizer import LearningRate, make_optimizer
@@ -160,6 +160,7 @@ class PolicyGradientModule(DynamicAccumulation):
         self._optimizer_settings = optimizer
         self._first_pass: FirstPass | None = None
         self._kept_inputs: Inputs | None = None
+        self._noted_other_reference = False
         self.reference_is_due = False
         self.record: JsonObject = {}
 
@@ -184,8 +185,20 @@ class PolicyGradientModule(DynamicAccumulation):
         )
 
     def add_critic(self, body: Policy, settings: CriticSettings) -> None:
-        """Train a critic together with the policy. body: see `Critic`."""
+        """Train a critic together with the policy.
+
+        body: a model with a head of one value, as `training.critic.with_value_head(policy)` gives
+            it. Each step's documents need values and returns, which `SampledRollouts(..., gae=...)`
+            gives them.
+        """
         check_policy("body", body)
+        check_value_head(body)
+        if settings.steps_before_policy >= self.max_steps:
+            raise ValueError(
+                f"CriticSettings(steps_before_policy={settings.steps_before_policy}) needs fewer "
+                f"than the max_steps={self.max_steps} of the module: the policy would never be "
+                "trained. Use steps_before_policy=0"
+            )
         optimizer = replace(self._optimizer_settings, learning_rate=settings.learning_rate)
         self.critic = Critic(settings, optimizer, self.max_steps, body, self.layout, self.loss)
         self.critic_model = body.model  # as for the policy
@@ -291,6 +304,7 @@ class PolicyGradientModule(DynamicAccumulation):
     def take_step(self, step: Step) -> StepOutput:
         self._check_sampling_log_probs(step)
         self._check_ref_log_probs(step)
+        self._check_returns(step)
         self._check_above_0(step)
         self._check_adaptive_kl(step)
         self.take_kl_coefficient()
@@ -755,7 +769,10 @@ class PolicyGradientModule(DynamicAccumulation):
         """Raise DataError for documents without the reference's log-probs, where no reference
         computes them."""
         kl = self.loss.kl
-        if kl is None or self.reference is not None:
+        if kl is None:
+            return
+        if self.reference is not None:
+            self._note_other_reference(step)
             return
         without = [document.name for document in step.documents if document.ref_log_probs is None]
         if without:
@@ -763,6 +780,35 @@ class PolicyGradientModule(DynamicAccumulation):
                 f"kl=KL({kl.kind!r}, ...) needs a reference, or ref_log_probs of every document "
                 f"(got none of {without[0]}). A penalty is the distance from a reference. Use "
                 "PolicyGradientModule(..., reference=...), with a policy whose weights stay."
+            )
+
+    def _note_other_reference(self, step: Step) -> None:
+        """Note, once, documents that bring a reference's log-probs beside the one that computes
+        them."""
+        # A penalty on rewards leaves those of the module's reference.
+        with_others = [
+            document.name
+            for document in step.documents
+            if document.ref_log_probs is not None
+            and document.kl_reward is None
+            and not document.is_excluded
+        ]
+        if with_others and not self._noted_other_reference:
+            self._noted_other_reference = True
+            log.warning(
+                f"note: ref_log_probs of {with_others[0]} are not read, since the reference "
+                "computes its own. Use kl.reference=recorded, in Python reference=None, to train "
+                "by those of the documents."
+            )
+
+    def _check_returns(self, step: Step) -> None:
+        """Raise DataError for documents that a critic learns nothing from."""
+        without = [document.name for document in step.documents if document.returns is None]
+        if without and self.critic is not None:
+            raise DataError(
+                f"a critic needs values and returns of every document (got none of {without[0]}). "
+                "It learns the returns. Use SampledRollouts(..., gae=...), documents with both, or "
+                "a module without add_critic."
             )
 
     def _check_adaptive_kl(self, step: Step) -> None:

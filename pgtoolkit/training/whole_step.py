@@ -20,7 +20,7 @@ from pgtoolkit.errors import DataError
 from pgtoolkit.kernels.losses import LossOfStep
 from pgtoolkit.losses.corrections import Correction, Factors
 from pgtoolkit.losses.documents import DocumentSums, counted_by_sign
-from pgtoolkit.losses.function import FunctionFamily
+from pgtoolkit.losses.function import FunctionFamily, reads_rewards
 from pgtoolkit.losses.make_objective import mean_of_factors, sums_of_factors
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.step_documents import by_document, documents_of, tokens_of_step
@@ -80,8 +80,7 @@ def with_rewards(step: Step, loss: Loss, layout: Layout, shape: Shape = _UNCHANG
     also of those that have weight 0 or no trained token. The reward of the others is NaN. Where a
     document has none, though one should have been made, the step has none.
     """
-    family = loss.family
-    if not isinstance(family, FunctionFamily) or not family.asked & {"rewards", "group_rewards"}:
+    if not reads_rewards(loss.family):
         return step
     here = {}
     for micro_batch in step.micro_batches:

@@ -110,7 +110,10 @@ def test_the_penalty_is_that_of_verl(ours, theirs):
 
 @pytest.mark.parametrize(
     "sampled_ahead",
-    [("rollout.lag=3", "rollout.old_log_probs=proximal"), ("rollout.max_staleness=5",)],
+    [
+        (ahead, "rollout.old_log_probs=proximal")
+        for ahead in ("rollout.lag=3", "rollout.max_staleness=5")
+    ],
 )
 def test_the_penalty_takes_the_reference_as_it_is_when_training_on_the_batch_begins(sampled_ahead):
     """The reference moves at each update. Documents may have been sampled some updates before.
@@ -171,14 +174,23 @@ MOVING = ("kl.update_every=100", "kl.update_rate=1.0")
 WIDE = ("model.hidden_size=128", "accumulation.max_tokens=50")
 
 
+ROUNDS = "rollout.max_sampling_rounds=4"
+
+
 @pytest.mark.parametrize(
-    "more", [(), ("rollout.max_staleness=5", *MOVING), ("rollout.lag=3", *MOVING)], ids=str
+    "more",
+    [
+        (ROUNDS,),
+        ("rollout.max_staleness=5", "rollout.old_log_probs=proximal", *MOVING),
+        ("rollout.lag=3", ROUNDS, *MOVING),
+    ],
+    ids=str,
 )
 def test_the_distance_of_the_policy_from_itself_is_exactly_0(more):
     """Though the groups of several rounds are cut into other micro-batches than the batch is, and
     a reference may move until training on the batch begins."""
     settings = [*SHORT, *IN_REWARD, *WIDE, *more]
-    module, loader = module_and_loader(*settings, "rollout.max_sampling_rounds=4", dtype=None)
+    module, loader = module_and_loader(*settings, dtype=None)
     documents = [loader.source.document(place) for place in range(loader.source.batch_size)]
     assert module.reference is not None
     for document in documents:

@@ -3,6 +3,7 @@ that says what to type."""
 
 import copy
 import dataclasses
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from builders.documents import document_of
+from builders.parts import frozen_copy
 from transformers import PreTrainedModel
 
 from pgtoolkit import corrections
@@ -18,6 +20,7 @@ from pgtoolkit.families import Gspo, Lpo, Reinforce, Tpo
 from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.adaptive_kl import AdaptiveKL
 from pgtoolkit.losses.aggregation import aggregation_of
+from pgtoolkit.losses.function import FunctionLoss
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.model.lora import add_adapters
@@ -26,6 +29,7 @@ from pgtoolkit.model.settings import HuggingFaceModelSettings, TinyModelSettings
 from pgtoolkit.model.setup import build_policy
 from pgtoolkit.ranks.environment import AXES
 from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.rollouts.advantages import Shape
 from pgtoolkit.rollouts.estimator import Attempt, Estimator
 from pgtoolkit.rollouts.sampled import SampledRollouts
 from pgtoolkit.rollouts.settings import (
@@ -41,6 +45,7 @@ from pgtoolkit.sampling.settings import TransformersSamplerSettings
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.settings import ReverseTaskSettings
 from pgtoolkit.tasks.tasks import ReverseTask
+from pgtoolkit.training.critic import with_value_head
 from pgtoolkit.training.fit import fit
 from pgtoolkit.training.fitting_parts import check_parts
 from pgtoolkit.training.module import PolicyGradientModule
@@ -48,6 +53,8 @@ from pgtoolkit.training.settings import CriticSettings, OptimizerSettings
 
 STAGES = "pipeline_parallel"
 NOTHING: dict[str, Any] = {}
+MICRO_BATCHES = {"docs_per_step": 0, "micro_batches_per_step": 2}
+WEIGHTS = {"reward/first": 1.0, "reward/second": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +64,11 @@ def policy() -> Policy:
 
 
 def module_of(policy: Policy, **changes: Any) -> PolicyGradientModule:
-    """Return a module; changes: arguments of its loss, of its computation or of itself."""
+    """Return a module.
+
+    changes: arguments of its loss, of its computation or of itself; its shape; reference=True for a
+        copy of the policy.
+    """
 
     def taken(*names: str) -> dict:
         return {name: changes.pop(name) for name in names if name in changes}
@@ -68,7 +79,10 @@ def module_of(policy: Policy, **changes: Any) -> PolicyGradientModule:
     computation: dict[str, Any] = {"check_finite": False} | taken(
         "impl", "num_splits", "logits_memory_mb"
     )
-    return PolicyGradientModule(
+    shape = changes.pop("shape", Shape())
+    if changes.get("reference") is True:
+        changes["reference"] = frozen_copy(policy)
+    module = PolicyGradientModule(
         policy,
         Loss(aggregation=aggregation, **loss),
         Computation(**computation),
@@ -76,6 +90,8 @@ def module_of(policy: Policy, **changes: Any) -> PolicyGradientModule:
         max_steps=2,
         **changes,
     )
+    module.shape = shape
+    return module
 
 
 @pytest.mark.parametrize(
@@ -172,6 +188,8 @@ def loader_of(
     accumulation: dict[str, Any] = NOTHING,
     sampling: dict[str, Any] = NOTHING,
     close_on_groups: bool = False,
+    task: type[ReverseTask] = ReverseTask,
+    reference_prompt: str | None = None,
     **options: Any,
 ) -> StepLoader:
     """Return the steps of rollouts that the module samples; options: of the rollouts."""
@@ -183,39 +201,60 @@ def loader_of(
         TransformersSamplerSettings(),
     )
     end: Any = [policy.tokenizer.eos_token_id]
-    task = TokenizedTask(ReverseTask(ReverseTaskSettings(), seed=0), policy.tokenizer, end)
+    prompts = TokenizedTask(
+        task(ReverseTaskSettings(), seed=0),
+        policy.tokenizer,
+        end,
+        reference_prompt=reference_prompt,
+    )
     steps = AccumulationSettings(max_tokens=64, **accumulation)
     rollouts = SampledRollouts(
-        task, sampler, module, settings, Estimator(estimator), steps, **options
+        prompts,
+        sampler,
+        module,
+        settings,
+        Estimator(estimator) if isinstance(estimator, str) else estimator,
+        steps,
+        **options,
     )
     return StepLoader(rollouts, steps, close_on_groups, max_steps=2)
 
 
 ROLLOUTS = [
-    ({"estimator": "given"}, "^estimator 'given' needs RecordedRollouts"),
+    (
+        {"estimator": "given"},
+        r"^Estimator\('given'\) needs RecordedRollouts \(got SampledRollouts\)",
+    ),
     ({"estimator": "gae"}, r"^estimator 'gae' and gae=.*got 'gae' and gae=None"),
     (
         {"gae": AdvantageSettings(estimator=AdvantageEstimator.gae)},
         r"^estimator 'gae' and gae=.*got 'dr_grpo' and",
     ),
-    ({"rollout": {"group_size": 1}}, r"^estimator 'dr_grpo' needs a group_size above 1"),
+    (
+        {"rollout": {"group_size": 1}},
+        r"^Estimator\('dr_grpo'\) needs group_size=... other than 1 \(got group_size=1\)",
+    ),
     (
         {"estimator": "reinforce_plus_plus", "rollout": {"max_sampling_rounds": 2}},
-        r"^max_sampling_rounds needs an estimator that compares .*got 'reinforce_plus_plus'",
+        r"^PolicyRolloutSettings\(max_sampling_rounds=2\) needs .* other than 'gae' and "
+        r"'reinforce_plus_plus' \(got Estimator\('reinforce_plus_plus'\)\)",
     ),
     (
         {"estimator": "reinforce_plus_plus", "rollout": {"uninformative": "drop"}},
-        "^uninformative='drop' needs an estimator that compares",
+        r"^PolicyRolloutSettings\(uninformative='drop'\) needs Estimator\(...\) other than 'gae'",
     ),
     ({"adaptive_kl": AdaptiveKL(0.1, 1000, 0.1)}, "^adaptive_kl needs penalty="),
-    ({"penalty": KL("k3_ratio", 0.1)}, "^penalty needs a KL of kind k1 or k2 or k3"),
+    (
+        {"penalty": KL("k3_ratio", 0.1)},
+        r"^SampledRollouts\(penalty=...\) needs KL\('k1', ...\) or .*got KL\('k3_ratio', ...\)\)",
+    ),
     (
         {"penalty": KL("k3", 0.1), "estimator": "none"},
-        r"^penalty needs another estimator \(got 'none'\): it reads no reward",
+        r"^SampledRollouts\(penalty=...\) needs Estimator\(...\) other than 'none' and 'gdpo'",
     ),
     (
         {"penalty": KL("k3", 0.1), "estimator": "max_rl"},
-        "^penalty needs another estimator .*below 0 once the penalty is taken off",
+        r"^SampledRollouts\(penalty=...\) needs .*'max_rl'.*below 0 once the penalty is taken off",
     ),
     (
         {"sampling": {"temperature": 0.5}},
@@ -224,11 +263,88 @@ ROLLOUTS = [
     ({"rollout": {"stop": ["9"]}, "sampling": {"stop": ()}}, r"^sampler needs stop=\['9'\]"),
     (
         {"rollout": {"top_k": 3, "old_log_probs": "sampling"}},
-        r"^old_log_probs='sampling' with top_p or top_k .* Use .*keep_top=32\)$",
+        r"^PolicyRolloutSettings\(old_log_probs='sampling'\) needs .* Use .*\(keep_top=32",
     ),
     (
         {"rollout": {"top_p": 0.9}, "correction": corrections.TokenMask()},
-        "^a correction with top_p or top_k needs a sampler with keep_top",
+        r"^Loss\(correction=TokenMask\(\)\) needs SamplingSettings\(keep_top=...\) above 0 ",
+    ),
+    (
+        {"rollout": {"old_log_probs": "sampling"}, "correction": corrections.TokenMask()},
+        r"^Loss\(correction=TokenMask\(\)\) needs .*old_log_probs=...\) other than 'sampling' ",
+    ),
+    (
+        {"rollout": {"passes": 2}, "accumulation": {"last_step": "carry"}},
+        r"^PolicyRolloutSettings\(passes=2\) needs AccumulationSettings\(last_step=...\) other "
+        r"than 'carry' \(got .*'carry'\)\)\..* Use AccumulationSettings\(last_step='short'\)\.$",
+    ),
+    (
+        {
+            "rollout": {"passes": 2, "pass_order": "shuffled"},
+            "accumulation": {"last_step": "drop"},
+        },
+        r"^PolicyRolloutSettings\(pass_order='shuffled'\) needs .*last_step=...\) other .*'drop'",
+    ),
+    (
+        {"rollout": {"lag": 1}, "accumulation": MICRO_BATCHES},
+        r"^PolicyRolloutSettings\(lag=1\) needs .*docs_per_step=...\) other than 0 .* Use .*=64\)",
+    ),
+    (
+        {"rollout": {"lag": 1, "max_staleness": 4, "old_log_probs": "sampling"}},
+        r"^PolicyRolloutSettings\(lag=1\) needs PolicyRolloutSettings\(max_staleness=None\)",
+    ),
+    (
+        {
+            "rollout": {"max_staleness": 4, "old_log_probs": "sampling"},
+            "accumulation": MICRO_BATCHES,
+        },
+        r"^PolicyRolloutSettings\(max_staleness=4\) needs .*docs_per_step=...\) other than 0",
+    ),
+    (
+        {"rollout": {"max_staleness": 4}},
+        r"^PolicyRolloutSettings\(max_staleness=4\) needs .*old_log_probs=...\) .*'training'",
+    ),
+    (
+        {
+            "rollout": {"max_staleness": 4, "old_log_probs": "sampling"},
+            "accumulation": {"last_step": "carry"},
+        },
+        r"^PolicyRolloutSettings\(max_staleness=4\) needs .*last_step=...\) other than 'carry'",
+    ),
+    (
+        {"rollout": {"max_staleness": 4, "old_log_probs": "sampling", "passes": 2}},
+        r"^PolicyRolloutSettings\(max_staleness=4\) needs at least the 8 steps .* Use .*=15\.$",
+    ),
+    *(
+        (
+            {"rollout": {"uninformative": "drop"} | rollout, "accumulation": accumulation},
+            rf"^PolicyRolloutSettings\(uninformative='drop'\) needs .*{needed}",
+        )
+        for rollout, accumulation, needed in (
+            ({"lag": 1}, {}, r"\(lag=0\)"),
+            ({"max_sampling_rounds": 2}, {}, r"\(max_sampling_rounds=1\)"),
+            ({}, {"last_step": "drop"}, r"\(last_step=...\) other than 'drop'"),
+        )
+    ),
+    (
+        {"estimator": "max_rl", "rollout": {"overlong_buffer": 2}},
+        r"^PolicyRolloutSettings\(overlong_buffer=2\) needs Estimator\(...\) other than 'max_rl'",
+    ),
+    (
+        {"estimator": Estimator("gdpo", WEIGHTS), "rollout": {"overlong_buffer": 2}},
+        r"^Estimator\('gdpo'\) needs PolicyRolloutSettings\(overlong_buffer=None\)",
+    ),
+    (
+        {"estimator": Estimator("none", shape=Shape(clip_low=-1.0))},
+        r"^Estimator\('none'\) needs AdvantageSettings\(clip_low=None\)",
+    ),
+    (
+        {"rollout": {"retire_at": 0.9}},
+        r"^PolicyRolloutSettings\(retire_at=0.9\) needs a task .*got ReverseTask",
+    ),
+    (
+        {"penalty": KL("k3", 0.1), "adaptive_kl": AdaptiveKL(0.1, 51, 0.1)},
+        r"^AdaptiveKL\(horizon=51\) needs more than 51, a fifth of the 256 documents .* Use .*=256",
     ),
 ]
 
@@ -242,21 +358,41 @@ def test_rollouts_of_parts_that_do_not_fit_are_refused(policy, changes, message)
 MASK = corrections.TokenMask()
 CENTERED = {"family": Reinforce(score_centering=True)}
 OF_SAMPLER = {"rollout": {"old_log_probs": "sampling"}}
+SCALED = Shape(scale=2.0)
+TEACHER = {"kl": KL("k3", 0.1), "reference": True}
+
+
+def of_groups(log_ratio, rewards, documents, groups):
+    return -documents.first(rewards) * groups.softmax(documents.sum(log_ratio))
+
+
+def of_token(log_ratio, advantages):
+    return -advantages * log_ratio
+
+
+def of_step(log_ratio, advantages, step):
+    return -advantages * log_ratio / step.mean(advantages.abs())
+
+
 FIT = [
-    ({"family": Tpo()}, {"estimator": "none"}, r"^loss 'tpo' needs .*close_on_groups=True\)"),
+    (
+        {"family": Tpo()},
+        {"estimator": "none"},
+        r"^Loss with family 'tpo' needs .*close_on_groups=True\)",
+    ),
     ({"aggregation": "prompt_mean"}, {}, "^aggregation 'prompt_mean' needs .*close_on_groups"),
     (
         {"aggregation": "prompt_mean"},
         {
             "close_on_groups": True,
-            "accumulation": {"docs_per_step": 0, "micro_batches_per_step": 2},
+            "accumulation": MICRO_BATCHES,
         },
-        r"^aggregation 'prompt_mean' needs AccumulationSettings with docs_per_step above 0",
+        r"^aggregation_of\('prompt_mean'\) needs AccumulationSettings\(docs_per_step=...\) above 0",
     ),
     (
         {"entropy_top_fraction": 0.5},
-        {"accumulation": {"docs_per_step": 0, "micro_batches_per_step": 2}},
-        "^entropy_top_fraction=0.5 needs AccumulationSettings with docs_per_step",
+        {"accumulation": MICRO_BATCHES},
+        r"^Loss\(entropy_top_fraction=0.5\) needs .*\(docs_per_step=...\) above 0",
     ),
     ({}, {"rollout": {"temperature": 0.5}}, r"^Loss needs temperature=0.5, .*\(got 1.0\)"),
     (
@@ -264,35 +400,109 @@ FIT = [
         {"rollout": {"truncated": "mask"}},
         r"^truncated='mask' of the rollouts needs Loss\(..., masks_truncated=True\)",
     ),
-    ({"correction": MASK}, {}, r"^TokenMask needs SampledRollouts\(..., correction=...\), too"),
+    ({"correction": MASK}, {}, r"^SampledRollouts needs correction=, .* \(got None\)"),
     (
-        {"correction": MASK},
-        OF_SAMPLER | {"correction": MASK},
-        r"^TokenMask needs PolicyRolloutSettings with other old_log_probs \(got 'sampling'\)",
+        CENTERED,
+        {},
+        r"^score_centering=True needs PolicyRolloutSettings\(old_log_probs='sampling'\) ",
     ),
-    (CENTERED, {}, "^score_centering=True needs .* with old_log_probs='sampling'"),
-    (CENTERED, OF_SAMPLER, "^score_centering=True needs a sampler with keep_top above 0"),
+    (CENTERED, OF_SAMPLER, r"^score_centering=True needs SamplingSettings\(keep_top=...\) above 0"),
     (
         CENTERED,
         {"rollout": {"old_log_probs": "sampling", "top_k": 3}, "keep_top": 4},
-        r"^score_centering=True needs PolicyRolloutSettings without top_p and top_k",
+        r"^score_centering=True needs PolicyRolloutSettings\(top_k=None\)",
     ),
     (
         {"family": Lpo()},
         {"estimator": "none", "rollout": {"lag": 1}, "close_on_groups": True},
-        "^loss 'lpo' with lag or max_staleness needs old_log_probs='proximal'",
+        r"^Loss\(Lpo\(\), ...\) needs PolicyRolloutSettings\(old_log_probs='proximal'\)",
     ),
     (
         {"family": Tpo()},
         {"estimator": "none", "rollout": {"group_size": 1}, "close_on_groups": True},
-        "^loss 'tpo' needs PolicyRolloutSettings with group_size above 1",
+        r"^Loss\(Tpo\(\), ...\) needs group_size=... other than 1",
     ),
     (
         {"aggregation": "balanced", "kl": KL("k3", 0.1)},
         {"estimator": "none", "close_on_groups": True},
-        "^aggregation 'balanced' needs an estimator that gives each completion one advantage",
+        r"^aggregation_of\('balanced'\) needs Estimator\(...\) other than 'none'",
     ),
-    ({"kl": KL("k1", 0.1)}, {"estimator": "none"}, "^loss 'reinforce' needs an estimator other"),
+    (
+        {"kl": KL("k1", 0.1)},
+        {"estimator": "none"},
+        r"^Estimator\('none'\) needs KL\(...\) other than 'none' and 'k1' or Loss\(entropy_coeff",
+    ),
+    (
+        {"kl": KL("k3", 0.1)},
+        {},
+        r"^KL\('k3', ...\) needs PolicyGradientModule\(reference=...\) \(got .*reference=None\)\)",
+    ),
+    ({"reference": True}, {}, "^reference= of a module needs a penalty"),
+    (
+        {},
+        {"reference_prompt": "{prompt} ({answer})"},
+        r"^TokenizedTask\(reference_prompt=...\) needs KL\(...\) other .*got Loss\(kl=None\)\)",
+    ),
+    (
+        TEACHER | {"correction": MASK},
+        {"estimator": "none", "correction": MASK},
+        r"^Estimator\('none'\) needs Loss\(correction=None\) \(got .*TokenMask\(\)\)\)",
+    ),
+    (
+        TEACHER | {"entropy_top_fraction": 0.5},
+        {"estimator": "none"},
+        r"^Loss\(entropy_top_fraction=0.5\) needs Loss\(entropy_top_fraction=None\)",
+    ),
+    (
+        TEACHER,
+        {"estimator": Estimator("none", shape=SCALED)},
+        r"^Estimator\('none'\) needs AdvantageSettings\(reward_scale=1\)",
+    ),
+    *(
+        (TEACHER, {"estimator": "none", "rollout": rollout}, rf"needs .*{needed}")
+        for rollout, needed in (
+            ({"overlong_buffer": 2}, r"\(overlong_buffer=None\) \(got .*=2\)"),
+            ({"uninformative": "drop"}, r"\(...\) other than 'none' \(got Estimator\('none'\)"),
+            ({"max_sampling_rounds": 2}, r"\(...\) other than 'none' \(got Estimator\('none'\)"),
+        )
+    ),
+    (
+        {"family": Tpo()},
+        {"close_on_groups": True},
+        r"^Loss\(Tpo\(\), ...\) needs Estimator\('none'\) \(got Estimator\('dr_grpo'\)\)",
+    ),
+    *(
+        (
+            {"family": family, "shape": of_module},
+            {"estimator": Estimator(name, shape=of_estimator), "close_on_groups": True},
+            r"^PolicyGradientModule needs as its shape that of the .* Use module.shape = ",
+        )
+        for family, name, of_module, of_estimator in (
+            (Tpo(), "none", Shape(), SCALED),
+            (Lpo(), "none", SCALED, Shape()),
+            (Reinforce(), "dr_grpo", SCALED, Shape()),
+        )
+    ),
+    (
+        {"family": Tpo()},
+        {"estimator": "none", "close_on_groups": True, "accumulation": {"docs_per_step": 12}},
+        r"^StepLoader\(..., close_on_groups=True\) needs .* multiple of the group size 8 \(got 12",
+    ),
+    (
+        {"family": FunctionLoss(of_groups)},
+        {"estimator": "none", "rollout": {"group_size": 1}, "close_on_groups": True},
+        r"^a loss of your own needs group_size=... other than 1",
+    ),
+    (
+        {"family": FunctionLoss(of_step)},
+        {"accumulation": MICRO_BATCHES},
+        r"^Loss with family 'of_step' needs AccumulationSettings\(docs_per_step=...\) above 0",
+    ),
+    (
+        {"family": FunctionLoss(of_token)},
+        {"estimator": "none"},
+        r"^Estimator\('none'\) needs KL\(...\) other than 'none' and 'k1' or Loss\(entropy_coeff",
+    ),
 ]
 
 
@@ -311,7 +521,20 @@ FITTING = [
         {"rollout": {"old_log_probs": "sampling"}, "keep_top": 4},
     ),
     ({"correction": MASK}, {"correction": MASK}),
-    ({"kl": KL("k3", 0.1)}, {"estimator": "none"}),
+    (TEACHER, {"estimator": "none"}),
+    (TEACHER, {"penalty": KL("k3", 0.1)}),
+    (
+        {"reference": True},
+        {"penalty": KL("k3", 0.1), "reference_prompt": "{prompt} ({answer})"},
+    ),
+    (
+        {"family": Tpo(), "shape": SCALED},
+        {"estimator": Estimator("none", shape=SCALED), "close_on_groups": True},
+    ),
+    ({}, {"estimator": Estimator("dr_grpo", shape=SCALED)}),
+    ({}, {"rollout": {"lag": 1}}),
+    ({}, {"rollout": {"max_staleness": 15, "old_log_probs": "proximal", "passes": 2}}),
+    ({"family": FunctionLoss(of_groups)}, {"estimator": "none", "close_on_groups": True}),
     ({"temperature": 0.5}, {"rollout": {"temperature": 0.5}}),
 ]
 
@@ -338,12 +561,22 @@ def test_a_coefficient_that_adapts_is_that_of_a_penalty(policy):
     with pytest.raises(ConfigError, match=r"^adaptive_kl of a module needs a penalty"):
         fit(module, loader_of(module))
     of_rewards = {"penalty": KL("k3", 0.1), "adaptive_kl": module.adaptive_kl}
-    check_parts(module, loader_of(module, **of_rewards))
-    of_loss = module_of(policy, kl=KL("k3", 0.1))
+    with pytest.raises(ConfigError, match=r"^KL\('k3', ...\) needs .*\(got .*reference=None\)\)"):
+        check_parts(module, loader_of(module, **of_rewards))
+    with_reference = module_of(policy, reference=True)
+    with_reference.adaptive_kl = module.adaptive_kl
+    check_parts(with_reference, loader_of(with_reference, **of_rewards))
+    of_loss = module_of(policy, **TEACHER)
     of_loss.adaptive_kl = AdaptiveKL(0.1, 1000, 0.1)
     carrying = loader_of(of_loss, accumulation={"last_step": "carry"})
-    with pytest.raises(ConfigError, match=r"^adaptive_kl needs .* another last_step .*'carry'"):
+    refused = (
+        r"^AdaptiveKL\(target=0.1\) needs AccumulationSettings\(last_step=...\) other than 'carry'"
+    )
+    with pytest.raises(ConfigError, match=refused):
         fit(of_loss, carrying)
+    of_loss.adaptive_kl = AdaptiveKL(0.1, 51, 0.1)
+    with pytest.raises(ConfigError, match=r"^AdaptiveKL\(horizon=51\) needs more than 51, a fifth"):
+        fit(of_loss, loader_of(of_loss))
 
 
 def documents(ref_log_probs: float | None = None) -> list:
@@ -373,6 +606,86 @@ def test_a_penalty_needs_a_reference_or_its_log_probs(policy):
         module.ref_log_probs(make_step(documents(), 16).micro_batches[0])
     with pytest.raises(ConfigError, match=r"needs a critic .* Use PolicyGradientModule.add_critic"):
         module.values(make_step(documents(), 16).micro_batches[0])
+
+
+def test_log_probs_of_another_reference_are_said_to_be_unread_once(policy, caplog):
+    module = module_of(policy, **TEACHER)
+    with caplog.at_level(logging.WARNING, "pgtoolkit"):
+        for given in (None, -2.0, -2.0):
+            module._check_ref_log_probs(make_step(documents(given), 16))
+        of_rewards = [replace(each, kl_reward=-0.1) for each in documents(-2.0)]
+        module_of(policy, **TEACHER)._check_ref_log_probs(make_step(of_rewards, 16))
+    (note,) = caplog.messages
+    assert note.startswith(
+        "note: ref_log_probs of row 4 are not read, since the reference computes"
+    )
+
+
+def test_a_critic_needs_a_head_of_one_value_and_returns(policy):
+    module = module_of(policy)
+    settings = CriticSettings(learning_rate=1e-3)
+    with pytest.raises(
+        ValueError, match=r"^body needs a head of one .*got one of 12.*with_value_h"
+    ):
+        module.add_critic(policy, settings)
+    late = replace(settings, steps_before_policy=2)
+    with pytest.raises(
+        ValueError, match=r"^CriticSettings\(steps_before_policy=2\) needs fewer than"
+    ):
+        module.add_critic(with_value_head(policy), late)
+    module.add_critic(with_value_head(policy), settings)
+    with pytest.raises(
+        ConfigError, match=r"^a critic and SampledRollouts\(..., gae=...\) need each"
+    ):
+        fit(module, loader_of(module))
+    with pytest.raises(DataError, match=r"^a critic needs values and returns .* none of row 4\)"):
+        module.take_step(make_step(documents(), 16))
+    gae = AdvantageSettings(estimator=AdvantageEstimator.gae)
+    check_parts(module, loader_of(module, estimator="gae", gae=gae))
+    scaled = Estimator("gae", shape=SCALED)
+    with pytest.raises(
+        ValueError, match=r"^gae=AdvantageSettings\(...\) needs the shape of the est"
+    ):
+        loader_of(module, estimator=scaled, gae=gae)
+    other = module_of(policy)
+    with pytest.raises(ConfigError, match=r"^a critic and .*got critic=None and gae=..."):
+        fit(other, loader_of(other, estimator="gae", gae=gae))
+
+
+@pytest.mark.parametrize(
+    "weights", [{}, {"reward/first": 1.0}, {"reward/first": 1.0, "reward/second": 0.0}]
+)
+def test_gdpo_needs_the_weights_of_two_measures(weights):
+    with pytest.raises(
+        ValueError, match=r"^Estimator\('gdpo'\) needs weights of two .*Use weights="
+    ):
+        Estimator("gdpo", weights)
+    with pytest.raises(ValueError, match=r"^Estimator\('grpo'\) needs no weights"):
+        Estimator("grpo", {"reward/first": 1.0})
+
+
+class Measured(ReverseTask):
+    """Measures what a verifier named first would give."""
+
+    def score(self, *arguments, **options):
+        score = super().score(*arguments, **options)
+        return replace(score, measures={"reward/first": score.reward})
+
+
+def test_a_measure_that_no_completion_has_is_told(policy, caplog):
+    module = module_of(policy)
+    loader = loader_of(module, Estimator("gdpo", WEIGHTS))
+    with pytest.raises(
+        DataError, match=r"^no completion of a batch has reward/first, reward/second"
+    ):
+        next(iter(loader))
+    loader = loader_of(module, Estimator("gdpo", WEIGHTS), task=Measured)
+    with caplog.at_level(logging.WARNING, "pgtoolkit"):
+        for position in (0, 256, 512):
+            loader.source.document(position)
+    (note,) = [message for message in caplog.messages if "no completion" in message]
+    assert note.startswith("note: no completion of a batch has reward/second, which advantage=gdpo")
+    assert "They have reward/first." in note
 
 
 def test_a_refusal_of_documents_says_what_to_write_in_python(policy):

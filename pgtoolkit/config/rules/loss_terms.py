@@ -12,6 +12,7 @@ from pgtoolkit.config.rules.named import existing, importable
 from pgtoolkit.config.rules.run import note_rounded_logits
 from pgtoolkit.config.rules.step import notes_on_ratios
 from pgtoolkit.config.schema import Config
+from pgtoolkit.losses.adaptive_kl import TO_0, is_long_enough
 from pgtoolkit.losses.family import Family
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.rollouts.batch_counts import samples_ahead
@@ -317,12 +318,12 @@ def _horizon(c: Config, report: Report) -> None:
     if c.kl.target is None or c.rollout.name != "policy":
         return
     documents = c.rollout.prompts_per_batch * c.rollout.group_size
-    if 5 * c.kl.horizon <= documents:
+    if not is_long_enough(c.kl.horizon, documents):
         report.refuse_value(
             key="kl.horizon",
             value=c.kl.horizon,
             needs=f"more than {documents // 5}, a fifth of the {documents} documents of a batch",
-            reason="A batch with a KL below the target would take the coefficient to 0, or below.",
+            reason=TO_0,
             better=documents,
         )
 
