@@ -251,7 +251,7 @@ def _targets(
             raise ConfigError(
                 f"model.lora_targets={text(targets)} needs names of the model's linear layers, or "
                 f"ends of them (got {target}). It has {known}; its head{others} not adapted. Use "
-                "model.lora_targets=[all-linear]."
+                "model.lora_targets=[all-linear], in Python ['all-linear']."
             )
     layers = {name: module for name, module in linear.items() if _ends_in(name, targets)}
     return layers, [name for name in matrices if _ends_in(name, targets)]

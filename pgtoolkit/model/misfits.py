@@ -53,7 +53,7 @@ def _misfit_of_type(sizes: Mapping[str, int], shard: bool, kind: object) -> str 
         needs=f"a model of type {', '.join(MODEL_TYPES)}",
         got=kind,
         reason="Only models of these types can be spread.",
-        use="parallelism=ddp",
+        use="parallelism=ddp, in Python data_parallel alone",
     )
 
 
@@ -65,7 +65,7 @@ def _misfit_of_mixture(tensor: int, kind: object) -> str | None:
         needs="a model without a mixture of experts",
         got=kind,
         reason="Its experts are divided by fsdp alone.",
-        use="parallelism=fsdp",
+        use="parallelism=fsdp, in Python data_parallel with shard=True",
     )
 
 
@@ -108,7 +108,7 @@ def _misfits_of_stages(stages: int, known: Mapping[str, object]) -> Iterator[str
             needs="a model whose embedding and LM head are two matrices",
             got="one for both",
             reason="They lie on different stages.",
-            use="parallelism=fsdp",
+            use="parallelism=fsdp, in Python data_parallel with shard=True",
         )
     if is_whole(layers) and 1 <= layers < stages:
         yield refusal(
@@ -159,7 +159,7 @@ def cannot_update_by_muon(trains_experts: bool) -> str | None:
         got="experts",
         reason="The experts of a layer are one tensor, and so are their adapters: an orthogonal "
         "update of it is none of each expert's matrix.",
-        use="optimizer=adamw",
+        use="optimizer=adamw, in Python name='adamw'",
     )
 
 

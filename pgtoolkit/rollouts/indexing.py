@@ -225,7 +225,7 @@ class Indexing:
             raise DataError(
                 f"{path} needs sampling_log_probs other than old_log_probs (got the same in every "
                 "row). A correction would be 1 everywhere. Use old_log_probs that the trainer "
-                "computed, or correction=none."
+                "computed, or correction=none, in Python Loss(..., correction=None)."
             )
 
     def _check_texts_are_used(self) -> None:

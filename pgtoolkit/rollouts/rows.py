@@ -322,7 +322,7 @@ def _advantage(value: object, row: RecordedRow, rules: Rules) -> np.ndarray | No
             raise Unusable(
                 f"is {of_trained[0]:g} and {of_trained[place]:g} at trained tokens. Completions "
                 "are counted by the sign of their advantage, which has to be one. Use "
-                "aggregation=prompt_mean"
+                "aggregation=prompt_mean, in Python aggregation_of('prompt_mean')"
             )
     return advantages
 

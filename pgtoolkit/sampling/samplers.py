@@ -127,7 +127,7 @@ def check_sampled(policy: Policy, chosen: TransformersSamplerSettings) -> None:
                 got=policy.not_sampled,
                 reason="Completions would come from another distribution than the one that is "
                 "trained.",
-                use="sampler=vllm or rollout=recorded",
+                use="a server of vLLM (sampler=vllm) or recorded rollouts (rollout=recorded)",
             )
         )
     if not policy.mixes_lengths:
@@ -354,8 +354,9 @@ class TransformersSampler:
         if share >= _MANY_OTHERS:
             log.warning(
                 "note: a tenth or more of the choices of experts are others in training, as where "
-                "it became unstable in arXiv 2510.11370. Use correction=token_truncate, unless "
-                "there is a correction already: it weighs tokens by how their log-probs differ."
+                "it became unstable in arXiv 2510.11370. Use correction=token_truncate, in "
+                "Python Loss(..., correction=TokenTruncate()), unless there is a correction "
+                "already: it weighs tokens by how their log-probs differ."
             )
 
     @property

@@ -279,15 +279,14 @@ class Server:
         text = " ".join(content[:600].decode(errors="replace").split()) or answer.reason
         if answer.status_code >= 300:  # redirections among them, which are not followed
             remedies = {
-                401: f"Give pgtk the same {self._api.KEY} in its environment.",
+                401: f"Set the same {self._api.KEY} in the environment here.",
                 404: f"Start it with {self._api.START_WITH}.",
                 503: f"It is paused (POST {self.url}{self._api.RESUME} lets it go on), or its "
                 "engine is dead.",
             }
             remedy = remedies.get(answer.status_code, "")
             if "max allowed" in text and "logprobs" in text:
-                remedy = "Start it with the --max-logprobs that `pgtk check` names, or use fewer: "
-                remedy += "sampler.keep_top=N."
+                remedy = "Start it with that --max-logprobs, or use a smaller sampler.keep_top."
             if path == self._api.LOAD and not remedy:
                 remedy = (
                     "Does it see that folder? sampler.weights_folder=FOLDER names one that all "

@@ -160,7 +160,8 @@ def check_own_optimizer(settings: OptimizerSettings, is_sharded: bool = False) -
 
 
 def _refused(setting: str, needs: str, got: str, reason: str) -> ConfigError:
-    return ConfigError(refusal(setting, needs, got, reason, use="optimizer=adamw"))
+    use = "optimizer=adamw, in Python name='adamw'"
+    return ConfigError(refusal(setting, needs, got, reason, use))
 
 
 class _Trial:

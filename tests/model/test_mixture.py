@@ -121,7 +121,7 @@ def test_a_run_says_how_many_choices_for_its_first_completions_are_others_in_tra
         completions = sampler.complete(requests)
         handle.remove()
         (line,) = [message for message in caplog.messages if message.startswith("routing ")]
-        warned[taken] = "Use correction=token_truncate, unless" in caplog.text
+        warned[taken] = "Use correction=token_truncate, in" in caplog.text
         counted[taken] = [int(x) for x in re.findall(r"\((\d+) of (\d+),", line)[0]]
     prompts = [PROMPTS[0]] * 2 + [PROMPTS[3]] * 3
     documents = [
@@ -239,7 +239,7 @@ def test_vllm_samples_from_no_mixture_whose_published_names_are_unknown(tmp_path
     assert not has_experts(small_policy("qwen3").model)
 
 
-MUON = r"optimizer=muon needs matrices to train \(got experts\).*Use optimizer=adamw\."
+MUON = r"optimizer=muon needs matrices to train \(got experts\).*Use optimizer=adamw, in Python name='adamw'\."
 
 
 @pytest.mark.parametrize(
