@@ -41,6 +41,8 @@ class RunGroup:
     tried: with --best-of, all finished groups that differ from this one in that key alone, by its
         value in words.
     labels: the user's names for values, by (key, value in words).
+    folders: key -> the folder with a slash in which all of its values lie, which are paths; words
+        begin after it.
     label: a few words that tell the group from the others; see `name_groups`.
     """
 
@@ -50,14 +52,17 @@ class RunGroup:
     reached: list[Reached] = field(default_factory=list)
     tried: dict[str, RunGroup] = field(default_factory=dict)
     labels: dict[tuple[str, str], str] = field(default_factory=dict)
+    folders: dict[str, str] = field(default_factory=dict)
     label: str = ""
 
     @property
     def words(self) -> list[str]:
         """The values of the varying keys, under the user's names for them where there are some."""
-        return [
-            self.labels.get((key, text(value)), text(value)) for key, value in self.values.items()
-        ]
+        words = []
+        for key, value in self.values.items():
+            short = text(value).removeprefix(self.folders.get(key, ""))
+            words.append(self.labels.get((key, text(value)), short))
+        return words
 
     @property
     def telling_words(self) -> list[str]:

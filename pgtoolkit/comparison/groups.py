@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil, inf
 from pathlib import Path
@@ -97,9 +98,11 @@ def compare(
     for group in groups:
         left_out += _count(group, metric, blocks)
         group.values = {shown(key): value for key, value in group.values.items()}
-    names_of_values = _labels(labels, groups)
+    folders = _common_folders(groups)
+    names_of_values = _labels(labels, groups, folders)
     for group in groups:
         group.labels = names_of_values
+        group.folders = folders
 
     notes += _extend_collapsed([run for group in groups for run in group.counted], metric)
     left_out += _leave_out_apart(groups, metric)
@@ -298,9 +301,14 @@ def _value_of_file(label: str, groups: list[RunGroup]) -> tuple[str, str] | None
     return pairs.pop() if len(pairs) == 1 else None
 
 
-def _labels(labels: Sequence[str], groups: list[RunGroup]) -> dict[tuple[str, str], str]:
+def _labels(
+    labels: Sequence[str], groups: list[RunGroup], folders: Mapping[str, str]
+) -> dict[tuple[str, str], str]:
     """Return (key, value in words) -> name; raises ConfigError for a value that no run has, and for
-    names that leave two rows alike or one of them out."""
+    names that leave two rows alike or one of them out.
+
+    folders: see `RunGroup`.
+    """
     values = {(key, text(value)) for group in groups for key, value in group.values.items()}
     names: dict[tuple[str, str], str] = {}
     for label in labels:
@@ -330,21 +338,35 @@ def _labels(labels: Sequence[str], groups: list[RunGroup]) -> dict[tuple[str, st
                     use=f"--label {value_named}={before} or --label {value_named}={name}",
                 )
             )
-    _refuse_equal_names(names, values)
+    short = {(key, value): value.removeprefix(folders.get(key, "")) for key, value in values}
+    _refuse_equal_names(names, short)
     return names
 
 
+def _common_folders(groups: list[RunGroup]) -> dict[str, str]:
+    """Return key -> the folder, with a slash, in which all values of the key lie, of keys with
+    several absolute paths as values."""
+    folders = {}
+    for key in groups[0].values:
+        values = {text(group.values[key]) for group in groups if group.values[key] is not None}
+        if len(values) > 1 and all(value.startswith("/") for value in values):
+            folder = f"{os.path.commonpath(values).rstrip('/')}/"
+            if folder != "/" and all(value.startswith(folder) for value in values):
+                folders[key] = folder
+    return folders
+
+
 def _refuse_equal_names(
-    names: Mapping[tuple[str, str], str], values: Collection[tuple[str, str]]
+    names: Mapping[tuple[str, str], str], short: Mapping[tuple[str, str], str]
 ) -> None:
     """Raise ConfigError where two values of a key would have the same name.
 
-    names: (key, value in words) -> name. values: those that runs have.
+    names: (key, value in words) -> name. short: the words of each without one.
     """
     owners: dict[tuple[str, str], tuple[str, str]] = {}
     # Those that are named come last, so that one of them is refused.
-    for key, value in sorted(values, key=lambda pair: (pair in names, pair)):
-        name = names.get((key, value), value)
+    for key, value in sorted(short, key=lambda pair: (pair in names, pair)):
+        name = names.get((key, value), short[key, value])
         owner = owners.setdefault((key, name), (key, value))
         if owner != (key, value):
             raise ConfigError(

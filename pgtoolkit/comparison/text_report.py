@@ -133,7 +133,9 @@ def heading(compared: Compared) -> str:
     with_them = [name for name in compared.following if name not in so_in]
     following = f" (and so in {', '.join(so_in)})" if so_in else ""
     together = f", and together with these in {', '.join(with_them)}" if with_them else ""
-    return f"{start}, which differ in {', '.join(keys)}{following}{together}"
+    folders = compared.groups[0].folders
+    names = [f"{key} (below {folders[key]})" if key in folders else key for key in keys]
+    return f"{start}, which differ in {', '.join(names)}{following}{together}"
 
 
 def differing_keys(compared: Compared) -> list[str]:

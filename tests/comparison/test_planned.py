@@ -445,6 +445,37 @@ def test_the_question_names_the_test_of_the_pairs_that_are_shown():
     assert "t-test, Welch's, two-sided:" in _latex(without_gspo, "")
 
 
+@pytest.mark.parametrize(
+    ("values", "words", "folder"),
+    [
+        (["/models/long/a", "/models/long/b"], ["a", "b"], "/models/long/"),
+        (["/models/x/a", "/models/y/a"], ["x/a", "y/a"], "/models/"),
+        (["/models/a", "/models/a/b"], ["/models/a", "/models/a/b"], None),
+        (["/models/a", "/data/a"], ["/models/a", "/data/a"], None),
+        (["org/a", "org/b"], ["org/a", "org/b"], None),
+        (["/models/a", "org/b"], ["/models/a", "org/b"], None),
+    ],
+)
+def test_paths_are_named_by_what_they_differ_in(values, words, folder):
+    runs = [
+        run_of([0.2, 0.3, 0.5 + seed / 50], seed, **{"model.path": path})
+        for path in values
+        for seed in range(2)
+    ]
+    compared = compare(runs, f"final:{PASS}")
+    assert sorted(group.label for group in compared.groups) == sorted(words)
+    below = f" (below {folder})" if folder else ""
+    assert f"which differ in model.path{below}" in render_comparison(compared)
+    table = Comparison(compared).table
+    assert sorted(table["model.path"]) == sorted(values)
+    named = compare(runs, f"final:{PASS}", labels=[f"model.path={values[0]}=ours"])
+    assert sorted(group.label for group in named.groups) == sorted(["ours", words[1]])
+    with pytest.raises(ConfigError, match="needs a name that no other value has"):
+        compare(runs, f"final:{PASS}", labels=[f"model.path={values[0]}={words[1]}"])
+    against = compare(runs, f"final:{PASS}", against=f"model.path={values[1]}")
+    assert against.groups[0].label == words[1]
+
+
 @pytest.mark.parametrize(("rise", "is_noted"), [(0.1, True), (0.18, True), (0.25, False)])
 def test_a_threshold_within_the_noise_of_seeds_is_noted(rise, is_noted):
     """Runs start at 0.2 and end at 0.2 + rise, up to 0.1 lower or higher. The threshold is nine
