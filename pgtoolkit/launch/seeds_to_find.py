@@ -104,10 +104,10 @@ def _trained_elsewhere(sweep: Sweep) -> dict[Path, list[str]]:
     digests = {
         digest(plain_config(run.config)) for run in sweep.runs if run.composed.config is not None
     }
-    found: dict[Path, list[str]] = {}
+    directories: dict[Path, list[str]] = {}
     for directory in sorted(sweep.folder.parent.glob("*/*-????????")):
         folder = directory.parent
         is_other = folder != sweep.folder and (folder / "sweep.json").is_file()
         if is_other and directory.name[-8:] in digests:
-            found.setdefault(folder, []).append(str(directory))
-    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+            directories.setdefault(folder, []).append(str(directory))
+    return dict(sorted(directories.items(), key=lambda item: -len(item[1])))
