@@ -239,7 +239,10 @@ def test_vllm_samples_from_no_mixture_whose_published_names_are_unknown(tmp_path
     assert not has_experts(small_policy("qwen3").model)
 
 
-MUON = r"optimizer=muon needs matrices to train \(got experts\).*Use optimizer=adamw, in Python name='adamw'\."
+MUON = (
+    r"optimizer=muon needs matrices to train \(got experts\).*"
+    r"Use optimizer=adamw, in Python name='adamw'\."
+)
 
 
 @pytest.mark.parametrize(
