@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 
 from pgtoolkit.assembly.run_description import description_of
+from pgtoolkit.config.plan import equation
 from pgtoolkit.config.rules.addresses import may_be_used
+from pgtoolkit.config.saved import saved_config
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.directory import RunDirectory
@@ -29,6 +31,44 @@ def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -
     does not answer or fails on the way.
     """
     refuse_links(run_dir)
+    uri, experiment = place_of(run_dir, uri, experiment)
+    status = read_status(run_dir)
+    with RunDirectory(run_dir) as run:
+        read_metrics(run.metrics_path, ())  # raises StorageError if they are damaged
+        check_rows(run.path)
+        state = status.get("state", "failed")
+        record = MlflowRecord(uri, experiment)
+        record.start(
+            run.path,
+            description_of(run.path, _equation(run.path)),
+            "Nothing was lost: the run directory keeps it. Try again when the store answers.",
+        )
+        # The status of a killed run is still `running`. Without a limit, the rest is delivered as
+        # long as the store answers.
+        missing = record.finish("interrupted" if state == "running" else state, limited=False)
+    if missing:
+        raise StorageError(
+            f"MLflow still lacks {', '.join(missing)} of {shell_path(run_dir)}: "
+            f"{record.last_failure or 'it took too long'}. Repeat pgtk sync after that."
+        )
+    rows = record.rows_delivered
+    delivered = f"{plural(rows, 'row')} delivered" if rows else "nothing was missing"
+    return f"{shell_path(run_dir)}: {delivered} ({record.info['uri']}, run {record.info['run_id']})"
+
+
+def _equation(run_dir: Path) -> list[str]:
+    """Return the lines that define a run's loss; none for a configuration that is not known now."""
+    try:
+        return equation(saved_config(run_dir))
+    except ConfigError:
+        return []
+
+
+def place_of(run_dir: Path, uri: str | None, experiment: str | None) -> tuple[str | None, str]:
+    """Return the address of the store that gets a run, and the name of the experiment.
+
+    uri, experiment: what was typed. Raises ConfigError for a run without a store.
+    """
     config, _ = read_config(run_dir)
     status = read_status(run_dir)
     tracking = config.get("tracking", {})
@@ -53,25 +93,4 @@ def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -
                     use="--uri=ADDRESS, or MLFLOW_TRACKING_URI=ADDRESS in the environment",
                 )
             )
-    with RunDirectory(run_dir) as run:
-        read_metrics(run.metrics_path, ())  # raises StorageError if they are damaged
-        check_rows(run.path)
-        state = status.get("state", "failed")
-        experiment = experiment_of("mlflow", experiment or tracking.get("experiment"))
-        record = MlflowRecord(uri, experiment)
-        record.start(
-            run.path,
-            description_of(run.path),
-            "Nothing was lost: the run directory keeps it. Try again when the store answers.",
-        )
-        # The status of a killed run is still `running`. Without a limit, the rest is delivered as
-        # long as the store answers.
-        missing = record.finish("interrupted" if state == "running" else state, limited=False)
-    if missing:
-        raise StorageError(
-            f"MLflow still lacks {', '.join(missing)} of {shell_path(run_dir)}: "
-            f"{record.last_failure or 'it took too long'}. Repeat pgtk sync after that."
-        )
-    rows = record.rows_delivered
-    delivered = f"{plural(rows, 'row')} delivered" if rows else "nothing was missing"
-    return f"{shell_path(run_dir)}: {delivered} ({record.info['uri']}, run {record.info['run_id']})"
+    return uri, experiment_of("mlflow", experiment or tracking.get("experiment"))

@@ -55,6 +55,7 @@ def publish(sweep_folder: Path, uri: str | None, experiment: str) -> dict[str, s
         client, experiment_id = open_store(store, experiment)
         run_id = _run_of(client, experiment_id, name)
         keys = _varying(sweep["jobs"])
+        offer_view(client, experiment_id, view_of(name), keys, name)
         _complete_jobs(client, experiment_id, name, run_id, keys)
         client.set_tag(run_id, NOTE, note)
         for file in (sweep_folder / "sweep.json", *sorted(Path(temporary).iterdir())):

@@ -188,14 +188,22 @@ def _sync(args: argparse.Namespace, parser: _Parser) -> None:
     _check_store(args.uri)
 
     from pgtoolkit.assembly.sync import sync
+    from pgtoolkit.launch.sync_sweeps import sweeps_of, sync_sweep
     from pgtoolkit.runs.find import run_directories
 
     errors = []
+    delivered = []
     for directory in run_directories("pgtk sync", args.runs):
         try:
             say(sync(directory, args.uri, args.experiment))
+            delivered.append(directory)
         except PgtoolkitError as error:
             # A run may be damaged, or still going on. The others are delivered all the same.
+            errors.append(error)
+    for folder, job in sweeps_of(delivered).items():
+        try:
+            say(sync_sweep(folder, job, args.uri, args.experiment))
+        except PgtoolkitError as error:
             errors.append(error)
     if errors:
         worst = max(errors, key=lambda error: error.exit_status)

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from builders.stores import metric_history
 from mlflow import MlflowClient
 
 from pgtoolkit.assembly.run_description import description_of
@@ -12,7 +13,7 @@ from pgtoolkit.cli import main
 from pgtoolkit.comparison.sweep_summary import begin, publish
 from pgtoolkit.comparison.ui import _addresses
 from pgtoolkit.errors import StorageError
-from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.runs.directory import RunDirectory, lock
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking.mlflow_run import MlflowRecord
 
@@ -157,3 +158,36 @@ def test_a_summary_needs_a_sweep_and_a_store(sweep, tmp_path):
         publish(sweep, "http://127.0.0.1:1", "e")
     with pytest.raises(StorageError, match="The jobs of sweep by_loss are nested at its end"):
         begin("by_loss", "http://127.0.0.1:1", "e", ["seed"])
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_delivered_afterwards_is_the_one_that_was_tracked(
+    sweep, uri, tmp_path, capsys
+):
+    begin("by_loss", uri, "experiment of one", ["loss.name", "seed"])
+    publish(sweep, uri, "experiment of one")
+    other = f"sqlite:///{tmp_path}/other.db"
+    assert main(["sync", str(sweep), f"--uri={other}", "--experiment=experiment of one"]) == 0
+    assert _runs_in(other) == _runs_in(uri)
+    assert len(_runs_in(other)) == 7  # with the columns of its table
+    with lock(sweep, "sweep", "It goes on.", "wait"):
+        assert main(["sync", str(sweep / "loss-grpo_seed-0-0123abc0"), f"--uri={other}"]) == 2
+    assert "Its own end delivers its summary." in capsys.readouterr().err
+
+
+def _runs_in(uri: str) -> dict[str, tuple]:
+    """Return what the store has of each run, by its name, with the name of its parent."""
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("experiment of one")
+    runs = client.search_runs([experiment.experiment_id])
+    name_of = {run.info.run_id: run.info.run_name for run in runs}
+    described = {}
+    for run in runs:
+        tags = {**run.data.tags}
+        parent = name_of.get(tags.pop("mlflow.parentRunId", None))
+        files = sorted(file.path for file in client.list_artifacts(run.info.run_id))
+        numbers = {name: metric_history(uri, run.info.run_id, name) for name in ("reward", "kl")}
+        content = (run.data.params, run.data.metrics, tags, numbers, files)
+        described[run.info.run_name] = (run.info.status, parent, content)
+    views = {key: value for key, value in experiment.tags.items() if "sharedViewState" in key}
+    return {**described, "views": views}

@@ -98,6 +98,10 @@ def test_a_run_has_its_data_set_and_equation_and_is_nested_below_its_sweep(uri, 
     saved = client.get_run(tracker.info["run_id"])
     assert saved.data.tags["mlflow.note.content"].startswith("```\ngspo, ")
     assert "w_t = " in saved.data.tags["mlflow.note.content"]
+    client.delete_tag(saved.info.run_id, "mlflow.note.content")
+    run.close()
+    sync(run.path, uri)
+    assert client.get_run(saved.info.run_id).data.tags == saved.data.tags
     parent = client.get_run(saved.data.tags["mlflow.parentRunId"])
     assert (parent.info.run_name, parent.info.status) == ("rates", "RUNNING")
     (data,) = saved.inputs.dataset_inputs
