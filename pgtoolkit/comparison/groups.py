@@ -140,13 +140,13 @@ def compare(
             name for name in map(shown, following_best) if name not in compared.keys
         ]
     primary = _bases_first(compared, against)
-    compared.axis = compared.axis or [key for key in compared.keys if key not in compared.asked]
     compared.name_groups()
     if blocks:
         samples = _samples(compared, keys + following)
         compared.left_out += leave_out_unpaired(compared, samples, primary)
         compared.groups = _ranked(compared)
         primary = _bases_first(compared, against)
+    compared.axis = compared.axis or [key for key in compared.keys if key not in compared.asked]
     samples = _samples(compared, keys + following)
     compared.comparisons = Comparisons(samples, margin, primary)
     compared.notes += notes_of(compared)

@@ -41,6 +41,9 @@ NO_NOISE = "no noise to test by"
 _CURVE = 9
 """Columns of a row's curve."""
 
+_SHARED = 20
+"""Of the pairs of fewer runs than a side has, at most this number is described."""
+
 _PLACES = 120
 """Places over documents of which a row's curve shows means."""
 
@@ -338,21 +341,26 @@ def of_shared_runs(compared: Compared, pairs: Sequence[Comparison]) -> list[str]
     sentences = []
     for pair in pairs:
         sides = [compared.groups[place] for place in (pair.first, pair.second)]
-        more = [
+        larger = [
             f"{side.label} has {len(side.counted)}"
             for side in sides
             if pair.paired and pair.is_common and pair.counts[0] < len(side.counted)
         ]
-        if more:
+        if larger:
             means = [
                 f"{write(mean)} of {side.label}"
                 for side, mean in zip(sides, pair.means, strict=True)
             ]
             sentences.append(
-                f"{sides[1].label} against {sides[0].label}: {' and '.join(more)} runs, and the "
+                f"{sides[1].label} against {sides[0].label}: {' and '.join(larger)} runs, and the "
                 f"difference is of the {pair.counts[0]} pairs with the same {compared.blocks}, "
                 f"whose means are {' and '.join(means)}."
             )
+    more = len(sentences) - _SHARED
+    if more > 0:
+        sentences[_SHARED:] = [
+            f"{plural(more, 'further pair')}: of fewer runs than a side has, as column n says."
+        ]
     return sentences
 
 

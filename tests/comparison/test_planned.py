@@ -23,7 +23,7 @@ from pgtoolkit.comparison.reports import _latex, as_json, configurations, html_p
 from pgtoolkit.comparison.results import Comparison
 from pgtoolkit.comparison.seed_noise import noise_of
 from pgtoolkit.comparison.statistics import LEVEL, Comparisons, Sample
-from pgtoolkit.comparison.text_report import render_comparison, tried_rows
+from pgtoolkit.comparison.text_report import of_shared_runs, render_comparison, tried_rows
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import Run
@@ -388,7 +388,7 @@ def test_of_several_pairs_with_a_base_each_says_which_of_its_runs_it_is_of(block
     """cispo has runs of checkpoint b alone."""
     more = {"loss.name": "cispo", "model.path": "b"}
     blocks += [run_of([0.0, 0.1, end], seed, **more) for seed, end in enumerate((0.73, 0.69))]
-    for against in (None, "loss=grpo"):
+    for against in (None, "", "loss=grpo"):
         compared = compare(blocks, f"final:{PASS}", over="model.path", against=against)
         rows = {row.group.label: row for row in configurations(compared)}
         assert len(rows["grpo"].group.counted) == 4
@@ -396,6 +396,7 @@ def test_of_several_pairs_with_a_base_each_says_which_of_its_runs_it_is_of(block
         assert (cispo.mean, *cispo.pair.means) == pytest.approx((0.71, 0.71, 0.71))
         assert cispo.pair.difference == pytest.approx(0.0, abs=1e-12)
         assert compared.left_out == []
+        assert compared.axis == ["loss"]
         expected = (
             "cispo against grpo: grpo has 4 runs, and the difference is of the 2 pairs with the "
             "same model.path and seed, whose means are 0.710 of grpo and 0.710 of cispo."
@@ -403,6 +404,10 @@ def test_of_several_pairs_with_a_base_each_says_which_of_its_runs_it_is_of(block
         assert expected in " ".join(render_comparison(compared).split())
         assert expected in _latex(compared, "pgtk compare")
         assert "gspo against grpo: " not in render_comparison(compared)
+    cispo_pair = next(pair for pair in compared.comparisons if pair.counts == (2, 2))
+    told = of_shared_runs(compared, [cispo_pair] * 23)
+    assert told[:20] == [expected] * 20
+    assert told[20:] == ["3 further pairs: of fewer runs than a side has, as column n says."]
     planned = compare(blocks, f"final:{PASS}", over="model.path", against="loss=grpo")
     changes = {"gspo": [0.01, 0.01, 0.02, 0.02], "cispo": [0.03, -0.03]}
     pooled = sum(np.var(values) * len(values) for values in changes.values()) / (3 + 1)
