@@ -414,6 +414,25 @@ def test_of_several_pairs_with_a_base_each_says_which_of_its_runs_it_is_of(block
     assert noise_of(planned).paired_spread == pytest.approx(np.sqrt(pooled))
 
 
+def test_a_row_is_of_the_runs_paired_with_its_base_though_another_pair_has_more(blocks):
+    """grpo has runs of checkpoint a alone, and cispo of b: gspo has both."""
+    for run in blocks:
+        if run.config["loss.name"] == "grpo" and run.config["model.path"] == "b":
+            run.config["loss.name"] = "cispo"
+    compared = compare(blocks, f"final:{PASS}", over="model.path")
+    rows = {row.group.label: row for row in configurations(compared)}
+    assert [len(group.counted) for group in compared.groups if group.label == "gspo"] == [4]
+    gspo = rows["gspo"]
+    assert [run.config["model.path"] for run in gspo.group.counted] == ["a", "a"]
+    assert (gspo.mean, gspo.pair.difference) == pytest.approx((0.33, 0.33 - 0.32))
+    assert gspo.interval == pytest.approx((0.31, 0.35))
+    table = _latex(compared, "pgtk compare")
+    assert r"gspo & 2 & 0.330 & +0.010 & " in table
+    assert "gspo against grpo: gspo has 4 runs, and the difference is of the 2 pairs" in table
+    # cispo has no block in common with the base, and Welch's test has all of its runs.
+    assert (rows["cispo"].mean, rows["cispo"].pair.paired) == (pytest.approx(0.71), False)
+
+
 def test_best_of_says_how_many_runs_each_value_has_and_where_they_are_others(blocks):
     """Of grpo at rate 2 there is one run, and its checkpoint is a. The rest is at rate 1."""
     for run in blocks:
