@@ -1,7 +1,7 @@
 # make demo: set up .venv and run the main job. make test: add what the tests need, and run them but for those that take
 # long and rarely fail, which make test-all runs as well; both print their CPU seconds by folder beside a goal, on two idle
 # cores; tests/cpu_seconds.py says what is counted, 220 s of ranks that tests share among them. make mutants: tests of the
-# tests, about half an hour.
+# tests, half an hour to an hour.
 # make drift: whether the newest TRL and verl still are what our tables say; installs them into outputs/drift.
 # make lint: style checks. make types: pyright, about a minute. make docs: the documentation as a site, in outputs/site.
 PYTHON ?= python3
