@@ -515,6 +515,31 @@ ACCUMULATION = (
 )
 
 
+SHARING = (
+    *(
+        Needed(
+            "model.share_prompts=true",
+            needs=f"parallelism.{axis}=1",
+            because="Completions share their prompt on ranks that hold whole documents and layers.",
+            use=f"parallelism.{axis}=1 or model.share_prompts=auto",
+        )
+        for axis in ("tensor_parallel", "sequence_data_parallel", "pipeline_parallel")
+    ),
+    Needed(
+        "model.share_prompts=true",
+        needs="accumulation.docs_per_step>0",
+        because="More documents would fit the micro-batches of a step, which would be another.",
+        use=f"{BY_DOCUMENTS} or model.share_prompts=auto",
+    ),
+    Needed(
+        "model.share_prompts=true and rollout=recorded",
+        needs="parallelism.data_parallel=1",
+        because="A rank reads its own recorded documents alone, and does not know which of the "
+        "others begin alike.",
+        use="parallelism.data_parallel=1 or model.share_prompts=auto",
+    ),
+)
+
 ROWS = (
     *CORRECTION,
     *TRUNCATED,
@@ -528,6 +553,7 @@ ROWS = (
     *CRITIC,
     *KL,
     *ACCUMULATION,
+    *SHARING,
 )
 """All rows but those for a loss of the user's own."""
 

@@ -118,6 +118,7 @@ _PLACES = {
     "loss": "Loss({}, ...)",
     "loss.score_centering": "score_centering={}",
     "metrics": "Loss(metrics={})",
+    "model.share_prompts": "StepLoader(share_prompts={})",
     "parallelism": "a layout with data_parallel alone ({})",
     "rollout.group_size": "group_size={}",
     "rollout.too_long": "RecordedRolloutSettings(too_long={})",

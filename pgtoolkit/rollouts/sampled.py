@@ -195,7 +195,13 @@ class SampledRollouts(Source):
                 "loss is an attribute of the module"
             )
         if isinstance(self.sampler, TransformersSampler):
-            self._check_sampling(self.sampler.sampling)
+            self._check_sampler(self.sampler)
+        if list(self.task.stop) != self.settings.stop:
+            raise ValueError(
+                f"TokenizedTask needs stop={self.settings.stop!r}, as the settings of the rollouts "
+                f"have (got {list(self.task.stop)!r}): it cuts these texts off before a completion "
+                "is scored. Use TokenizedTask(..., stop=settings.stop)"
+            )
         self._check_sizes()
 
     def _check_sizes(self) -> None:
@@ -219,11 +225,22 @@ class SampledRollouts(Source):
         if self.adaptive_kl is not None:
             self.adaptive_kl.check_batch(settings.prompts_per_batch * settings.group_size)
 
-    def _check_sampling(self, sampling: SamplingSettings) -> None:
-        """Raise ValueError for a sampler that samples in another way than the rollouts say.
-
-        sampling: the sampler's settings.
-        """
+    def _check_sampler(self, sampler: TransformersSampler) -> None:
+        """Raise ValueError for a sampler that samples from another policy, or in another way than
+        the rollouts say."""
+        if sampler.live is not self.trained.policy:
+            raise ValueError(
+                "sampler needs the policy of the module (got another one): its completions count "
+                "as those of the policy in training. Use TransformersSampler(module.policy, ...)"
+            )
+        is_async = self.settings.max_staleness is not None
+        if is_async and not sampler.is_async:
+            raise ValueError(
+                f"PolicyRolloutSettings(max_staleness={self.settings.max_staleness}) needs a "
+                "sampler of is_async=True (got False): completions are sampled while the weights "
+                "change. Use TransformersSampler(..., is_async=True)"
+            )
+        sampling = sampler.sampling
         wanted = self.settings.sampling
         for name in ("temperature", "top_p", "top_k", "max_completion_length", "stop"):
             got = _in_one_form(name, sampling)

@@ -163,8 +163,9 @@ class TransformersSampler:
 
     is_async: whether completions are asked for in a thread while the model is trained
         (rollout.max_staleness).
-    The attribute `sampling` holds how it samples, and `settings` the same for transformers; of the
-    model's generation_config.json only the end-of-sequence tokens are taken.
+    The attribute `live` is the policy, and `sampling` how it is sampled from; `settings` is the
+    same for transformers, and takes of the model's generation_config.json only the end-of-sequence
+    tokens.
     is_copy: whether `policy` is a copy already, which nobody trains, and which its owner fills
         before `publish`.
     """
@@ -183,17 +184,17 @@ class TransformersSampler:
         self._static_cache = settings.static_cache
         self.sampling = sampling
         self.settings = generation_settings(policy, sampling)
-        self._live = policy
+        self.live = policy
         self._version = 0
         self._is_copy = is_copy
         self._closed = False
-        self._is_async = is_async and not is_copy
+        self.is_async = is_async and not is_copy
         # While the model is trained, or where it is elsewhere, its experts cannot be asked for.
         self._compares_routing = policy.is_whole and not (is_async or is_copy)
         self._routing: Routing | None = None
         self._dtype = torch_type(settings.dtype, policy.compute_dtype)
         is_float32 = policy.compute_dtype == self._dtype == torch.float32
-        is_ready = is_copy or (policy.is_whole and is_float32 and not self._is_async)
+        is_ready = is_copy or (policy.is_whole and is_float32 and not self.is_async)
         self._ready: Policy | None = policy if is_ready else None
         self._keeps_copy = False  # the copy's weights are those of the model, from the call before
         self._stream: torch.cuda.Stream | None = None  # of asynchronous sampling on a GPU
@@ -206,13 +207,13 @@ class TransformersSampler:
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
         self._version = version
         self._keeps_copy = False
-        if self._is_async:
+        if self.is_async:
             self._load(weights())
 
     def _load(self, weights: dict[str, Tensor]) -> None:
         # The copy is made here and not earlier: only now is the model on the device that it is
         # trained on.
-        self._ready = self._ready or self._live.copied(self._dtype)
+        self._ready = self._ready or self.live.copied(self._dtype)
         self._ready.load(weights)
 
     @property
@@ -227,21 +228,21 @@ class TransformersSampler:
         They are the same whatever else is sampled, by whichever process. One log-prob per token is
         kept, however large the vocabulary is.
         """
-        uses_copy = not self._is_async and self._ready is not self._live
+        uses_copy = not self.is_async and self._ready is not self.live
         if uses_copy and not self._keeps_copy:
-            self._load(self._live.weights())
+            self._load(self.live.weights())
         self._keeps_copy = uses_copy and more
         pairs = [(request, place) for request in requests for place in range(request.completions)]
         rows = [_Row(number, request, place) for number, (request, place) in enumerate(pairs)]
         completions: dict[int, Completion] = {}
-        with self._separate_stream() if self._is_async else contextlib.nullcontext():
+        with self._separate_stream() if self.is_async else contextlib.nullcontext():
             for batch in self._batches(rows):
                 numbers = [row.number for row in batch]
                 completions |= zip(numbers, self._complete(batch), strict=True)
         if uses_copy and not more:
             self._policy.unload()
-        shares_gpu = self._live.model.device.type == "cuda" and not self._is_copy
-        if shares_gpu and not self._is_async and not more:
+        shares_gpu = self.live.model.device.type == "cuda" and not self._is_copy
+        if shares_gpu and not self.is_async and not more:
             torch.cuda.empty_cache()  # else nothing but graphs could use the memory that they had
         return [completions[number] for number in range(len(rows))]
 
@@ -253,8 +254,8 @@ class TransformersSampler:
         not rescale the positions of the other rows.
         """
         batch: list[_Row] = []
-        mixes_lengths = self._live.mixes_lengths
-        most_positions = min(self._live.max_positions, self._live.unscaled_positions)
+        mixes_lengths = self.live.mixes_lengths
+        most_positions = min(self.live.max_positions, self.live.unscaled_positions)
 
         def prompt_length(row: _Row) -> int:
             return len(row.request.tokens)
@@ -305,7 +306,7 @@ class TransformersSampler:
         uniform = uniform_numbers(seeds, limits[0]).to(device)
         static = device.type == "cuda" if self._static_cache is None else self._static_cache
         sample = self._decoded if static and self._policy.can_decode else self._generated
-        compares = static and self._compares_routing and bool(routers(self._live.model))
+        compares = static and self._compares_routing and bool(routers(self.live.model))
         self._routing = Routing(self._policy.model, _ROUTED) if compares else None
         tokens, log_probs, *top = (sampled.cpu() for sampled in sample(prompts, uniform))
         if not log_probs.isfinite().all():
@@ -341,10 +342,10 @@ class TransformersSampler:
             tokens = torch.tensor([*prompt, *completion.tokens.tolist()][:-1])
             mask = torch.zeros(len(tokens), dtype=torch.bool)
             document = SampledDocument(tokens=tokens, loss_mask=mask, group=0, name="a completion")
-            micro_batch = pack_sampled([document]).to(self._live.model.device)
-            compute = functools.partial(self._live.hidden_states, micro_batch)
+            micro_batch = pack_sampled([document]).to(self.live.model.device)
+            compute = functools.partial(self.live.hidden_states, micro_batch)
             sampled = routing.chosen[:, row, : len(tokens)]
-            num_others_in_training += num_others(sampled, choices(self._live.model, compute))
+            num_others_in_training += num_others(sampled, choices(self.live.model, compute))
             num_all += sampled.shape[:2].numel()
         share = num_others_in_training / num_all
         log.info(

@@ -236,6 +236,16 @@ class SamplingSettings(Settings):
     keep_top: int = key(default=0, least=0, most=1024)
     top_k: int | None = key(default=None, least=1, most=10**6)
 
+    def __post_init__(self) -> None:
+        """Raise ValueError as other settings do, and for sets of kept tokens that have no room."""
+        super().__post_init__()
+        if self.top_k is not None and 0 < self.keep_top < self.top_k:
+            raise ValueError(
+                f"SamplingSettings(keep_top={self.keep_top}) needs at least top_k={self.top_k}, or "
+                f"0 (got {self.keep_top}). A document with more kept tokens than are recorded is "
+                f"not trained. Use keep_top={self.top_k}."
+            )
+
     @property
     def is_truncated(self) -> bool:
         """Return True if some tokens are never drawn."""

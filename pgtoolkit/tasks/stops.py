@@ -25,7 +25,8 @@ class StopStrings:
     that begins in the prompt ends nothing.
     strings: those of `rollout.stop`. window: the last tokens of a completion that show whether it
         ends.
-    Raises ConfigError for a string with a special token, which no text contains.
+    Raises ConfigError for an empty string, and for one with a special token, which no text
+    contains.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase):
@@ -34,6 +35,16 @@ class StopStrings:
         # In bytes, since each token of a text has at least one.
         longest = max((len(string.encode()) for string in strings), default=0)
         self.window = longest + _MARGIN
+        if "" in self.strings:
+            raise ConfigError(
+                refusal(
+                    setting=f"stop={self.strings}",
+                    needs="texts that are not empty",
+                    got="",
+                    reason="Every completion contains it.",
+                    use="stop=[]",
+                )
+            )
         if self.strings:
             self._check_special_tokens()
 

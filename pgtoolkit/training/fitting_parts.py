@@ -36,6 +36,7 @@ def check_parts(module: PolicyGradientModule, loader: StepLoader) -> None:
     penalty = source.penalty if isinstance(source, SampledRollouts) else None
     values = source.values_by_key | _values_of(module, penalty)
     values |= {f"accumulation.{name}": value for name, value in vars(loader.accumulation).items()}
+    values["model.share_prompts"] = loader.share_prompts
     if module.reference is None:
         values["kl.reference"] = None if sampled else "recorded"
     problem = misfit(values, _rows_for_own(loss, values.get("advantage")))

@@ -34,6 +34,7 @@ from pgtoolkit.model.attention import local_tokens
 from pgtoolkit.model.kept_layers import KeepsByMemory
 from pgtoolkit.model.lora import adapted_layers, without_adapters
 from pgtoolkit.model.policy import Policy, check_policy, named_weights
+from pgtoolkit.model.weight_files import vocabularies_differ
 from pgtoolkit.ranks.collectives import local
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.advantages import Shape
@@ -143,6 +144,8 @@ class PolicyGradientModule(DynamicAccumulation):
         check_fraction("reference_rate", reference_rate)
         _check_moves(policy, reference, reference_every, reference_rate)
         _check_reference(policy, reference)
+        if reference is not None:
+            _check_vocabulary("reference", policy, reference, len(reference.head.weight))
         super().__init__(layout, optimizer.max_grad_norm, max_bad_steps)
         self.policy = policy
         self.model = policy.model  # as an attribute, so that Lightning moves it to the device
@@ -193,6 +196,7 @@ class PolicyGradientModule(DynamicAccumulation):
         """
         check_policy("body", body)
         check_value_head(body)
+        _check_vocabulary("body", self.policy, body, len(self.policy.head.weight))
         if settings.steps_before_policy >= self.max_steps:
             raise ValueError(
                 f"CriticSettings(steps_before_policy={settings.steps_before_policy}) needs fewer "
@@ -895,6 +899,24 @@ def _check_reference(policy: Policy, reference: Policy | None) -> None:
         "reference needs weights of its own (got the model of the policy, which has no adapters): "
         f"the distance from it would always be 0. Use {_COPY}, made before the policy is trained"
     )
+
+
+def _check_vocabulary(name: str, policy: Policy, other: Policy, rows: int) -> None:
+    """Raise ValueError for a further model that reads other tokens than the policy.
+
+    name: of the argument. rows: of the other model's head.
+    """
+    if other.tokenizer is policy.tokenizer and rows == len(policy.head.weight):
+        return
+    difference = vocabularies_differ(
+        len(policy.head.weight), policy.tokenizer, rows, other.tokenizer
+    )
+    if difference is not None:
+        needs, got = difference
+        raise ValueError(
+            f"{name} needs {needs} (got {got}): its numbers would be those of other tokens. Use a "
+            "model of the same family"
+        )
 
 
 def _sets_the_rate(got: str, needs: str) -> str:

@@ -1,6 +1,7 @@
 """golden_refusals.txt lists configurations with their outcome: refused for these keys, or accepted
 with this number of notes. Each still has it. Each row of the table of rules refuses one of them,
-and accepts each of the ways out that it tells to type."""
+and accepts each of the ways out that it tells to type. The parts that a configuration describes
+meet the rules where it does."""
 
 import functools
 import json
@@ -11,13 +12,19 @@ from pathlib import Path
 
 import pytest
 
+from pgtoolkit.assembly.build import build
 from pgtoolkit.config.compose import Composed, compose
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.plan import plan_sections
+from pgtoolkit.config.rules.rule import Rule
 from pgtoolkit.config.rules.table import TABLE
+from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import validate, validated
+from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.rollouts.rules import ROWS
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.system.report import Report, key_of
+from pgtoolkit.training.fitting_parts import check_parts
 
 LLAMA = {
     "model_type": "llama",
@@ -147,3 +154,58 @@ def test_each_row_refuses_a_configuration_and_accepts_its_ways_out():
             assert composed.problems == [], f"{found} {way_out}"
             _, report = validate(composed.config, composed.choices)
             assert report.problems == [], f"{found} {way_out}"
+
+
+def refusal_of_parts(config: Config) -> str | None:
+    """Return how the parts of a configuration are refused as they would be in Python; None where
+    they fit. Skips, by LookupError, what names files and code that are not there."""
+    try:
+        module, loader = build(config)
+    except (AssertionError, ConfigError, DataError, TypeError) as error:
+        raise LookupError(f"{error}") from error
+    except ValueError as error:  # of rollouts, which check what they are made of
+        return str(error)
+    try:
+        check_parts(module, loader)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        loader.source.close()
+    return None
+
+
+NOT_OF_PARTS = ("kl.reference!=initial", "parallelism.")
+"""Parts of a row that Python does not know, or that need processes."""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("named_files")
+def test_parts_meet_a_rule_where_their_configuration_does():
+    lines = [line.partition(" -> ") for _, rows in sections() for line in rows]
+    configs = {
+        line: (compose_line(line).config, outcome)
+        for line, _, outcome in lines
+        if not line.startswith("[") and "rollout=recorded" not in line
+    }
+    num_fitting = 0
+    refused: set[str] = set()
+    for line, (config, outcome) in configs.items():
+        if config is None:
+            continue
+        rows = []
+        for row in ROWS:
+            report = Report()
+            Rule.of(row)(config, report)
+            if report.problems and not row.needs.startswith(NOT_OF_PARTS):
+                rows.append(row.when)
+        if not rows and not outcome.startswith("accepted"):
+            continue
+        try:
+            problem = refusal_of_parts(config)
+        except LookupError:
+            continue
+        assert (problem is not None) is bool(rows), f"{line}: {problem}"
+        num_fitting += problem is None
+        refused.update(rows)
+    assert num_fitting > 150
+    assert len(refused) >= 25

@@ -12,6 +12,7 @@ import pytest
 import torch
 from builders.documents import document_of
 from builders.parts import frozen_copy
+from builders.rollout_rows import good_row, write_jsonl
 from transformers import PreTrainedModel
 
 from pgtoolkit import corrections
@@ -31,12 +32,14 @@ from pgtoolkit.ranks.environment import AXES
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.advantages import Shape
 from pgtoolkit.rollouts.estimator import Attempt, Estimator
+from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.sampled import SampledRollouts
 from pgtoolkit.rollouts.settings import (
     AccumulationSettings,
     AdvantageEstimator,
     AdvantageSettings,
     PolicyRolloutSettings,
+    RecordedRolloutSettings,
 )
 from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.rollouts.steps import make_step
@@ -171,6 +174,23 @@ def test_a_reference_with_the_weights_that_are_trained_is_refused(policy):
     module_of(adapted, reference=adapted)
 
 
+def test_models_of_other_tokens_are_refused(policy):
+    settings = TinyModelSettings(num_layers=1, hidden_size=8, num_heads=1)
+    other = build_policy(settings, alphabet="0123456789=+", on_gpu=False)
+    refused = r"^{} needs the vocabulary of the policy, 12 rows .*\({}.* of the same family$"
+    with pytest.raises(ValueError, match=refused.format("reference", "got 13 rows")):
+        module_of(policy, kl=KL("k3", 0.1), reference=other)
+    with pytest.raises(ValueError, match=refused.format("body", "")):
+        module_of(policy).add_critic(with_value_head(other), CriticSettings(learning_rate=1e-3))
+    with pytest.raises(ValueError, match=r"^sampler needs the policy of the module \(got another"):
+        loader_of(module_of(policy), sampled=other)
+
+
+def test_a_text_that_every_completion_contains_ends_none(policy):
+    with pytest.raises(ConfigError, match=r"^stop=\[''\] needs texts that are not empty"):
+        loader_of(module_of(policy), rollout={"stop": [""]})
+
+
 def test_a_pipeline_has_neither_metrics_nor_a_reference(policy):
     sizes: Any = SimpleNamespace(size=lambda axis: 2 if axis == AXES.index(STAGES) else 1)
     stages = Layout(mesh=sizes, world_size=2)
@@ -190,15 +210,20 @@ def loader_of(
     close_on_groups: bool = False,
     task: type[ReverseTask] = ReverseTask,
     reference_prompt: str | None = None,
+    stop: list[str] | None = None,
+    is_async: bool | None = None,
+    sampled: Policy | None = None,
+    shares_prompts: bool = False,
     **options: Any,
 ) -> StepLoader:
     """Return the steps of rollouts that the module samples; options: of the rollouts."""
     policy = module.policy
     settings = PolicyRolloutSettings(max_completion_length=4, **rollout)
     sampler = TransformersSampler(
-        policy,
+        sampled or policy,
         replace(settings.sampling, keep_top=keep_top, **sampling),
         TransformersSamplerSettings(),
+        is_async=settings.max_staleness is not None if is_async is None else is_async,
     )
     end: Any = [policy.tokenizer.eos_token_id]
     prompts = TokenizedTask(
@@ -206,6 +231,7 @@ def loader_of(
         policy.tokenizer,
         end,
         reference_prompt=reference_prompt,
+        stop=settings.stop if stop is None else stop,
     )
     steps = AccumulationSettings(max_tokens=64, **accumulation)
     rollouts = SampledRollouts(
@@ -217,7 +243,7 @@ def loader_of(
         steps,
         **options,
     )
-    return StepLoader(rollouts, steps, close_on_groups, max_steps=2)
+    return StepLoader(rollouts, steps, close_on_groups, max_steps=2, share_prompts=shares_prompts)
 
 
 ROLLOUTS = [
@@ -261,6 +287,15 @@ ROLLOUTS = [
         r"^sampler needs temperature=1.0, as the settings .*\(got 0.5\)",
     ),
     ({"rollout": {"stop": ["9"]}, "sampling": {"stop": ()}}, r"^sampler needs stop=\['9'\]"),
+    ({"rollout": {"stop": ["9"]}, "stop": []}, r"^TokenizedTask needs stop=\['9'\], .*got \[\]"),
+    (
+        {"rollout": {"top_k": 4}, "keep_top": 2},
+        r"^SamplingSettings\(keep_top=2\) needs at least top_k=4, or 0 .* Use keep_top=4\.$",
+    ),
+    (
+        {"rollout": {"max_staleness": 7, "old_log_probs": "sampling"}, "is_async": False},
+        r"^PolicyRolloutSettings\(max_staleness=7\) needs a sampler of is_async=True \(got False\)",
+    ),
     (
         {"rollout": {"top_k": 3, "old_log_probs": "sampling"}},
         r"^PolicyRolloutSettings\(old_log_probs='sampling'\) needs .* Use .*\(keep_top=32",
@@ -355,6 +390,43 @@ def test_rollouts_of_parts_that_do_not_fit_are_refused(policy, changes, message)
         loader_of(module_of(policy), **changes)
 
 
+@pytest.mark.parametrize(
+    ("estimator", "settings", "message"),
+    [
+        (Estimator("gae"), {}, r"^Estimator\('gae'\) needs SampledRollouts \(got RecordedRollouts"),
+        (Estimator("gdpo", WEIGHTS), {}, r"^Estimator\('gdpo'\) needs SampledRollouts"),
+        (Estimator("grpo"), {"group_size": 1}, r"^Estimator\('grpo'\) needs group_size=... other"),
+        (
+            Estimator("grpo"),
+            {"too_long": "skip"},
+            r"^RecordedRolloutSettings\(too_long='skip'\) needs Estimator\('given'\) \(got .*grpo'",
+        ),
+    ],
+)
+def test_recorded_rollouts_of_parts_that_do_not_fit_are_refused(estimator, settings, message):
+    with pytest.raises(ValueError, match=message):
+        RecordedRollouts(RecordedRolloutSettings(path="none.jsonl", **settings), estimator, 12)
+
+
+def test_recorded_rollouts_meet_the_rules_of_the_module(policy, tmp_path):
+    """A coefficient follows the KL of a batch that the policy samples."""
+    path = write_jsonl(tmp_path / "rows.jsonl", [good_row(length=length) for length in (4, 5)])
+    accumulation = AccumulationSettings(max_tokens=64)
+    module = module_of(policy, **TEACHER)
+    loader = StepLoader(
+        RecordedRollouts(RecordedRolloutSettings(path=str(path)), Estimator("grpo"), 12),
+        accumulation,
+        close_on_groups=False,
+        max_steps=1,
+    )
+    check_parts(module, loader)
+    module.adaptive_kl = AdaptiveKL(0.1, 1000, 0.1)
+    with pytest.raises(
+        ConfigError, match=r"^AdaptiveKL\(target=0.1\) needs SampledRollouts \(got "
+    ):
+        fit(module, loader)
+
+
 MASK = corrections.TokenMask()
 CENTERED = {"family": Reinforce(score_centering=True)}
 OF_SAMPLER = {"rollout": {"old_log_probs": "sampling"}}
@@ -436,6 +508,11 @@ FIT = [
         {"kl": KL("k3", 0.1)},
         {},
         r"^KL\('k3', ...\) needs PolicyGradientModule\(reference=...\) \(got .*reference=None\)\)",
+    ),
+    (
+        {},
+        {"shares_prompts": True, "accumulation": MICRO_BATCHES},
+        r"^StepLoader\(share_prompts=True\) needs .*docs_per_step=...\) above 0 .*='auto'\)\.$",
     ),
     ({"reference": True}, {}, "^reference= of a module needs a penalty"),
     (

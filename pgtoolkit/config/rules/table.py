@@ -34,6 +34,7 @@ SIGNAL = _of(rules.SIGNAL)
 CRITIC = _of(rules.CRITIC)
 KL = _of(rules.KL)
 ACCUMULATION = _of(rules.ACCUMULATION)
+SHARING = _of(rules.SHARING)
 
 PARALLELISM = (
     Rule.of(SEQUENCE_PARALLEL),
@@ -62,31 +63,6 @@ PARALLELISM = (
         needs="parallelism.pipeline_parallel=1",
         because=_WHOLE_MICRO_BATCHES,
         use="parallelism.sequence_parallel=false",
-    ),
-)
-
-SHARING = (
-    *(
-        Rule(
-            "model.share_prompts=true",
-            needs=f"parallelism.{axis}=1",
-            because="Completions share their prompt on ranks that hold whole documents and layers.",
-            use=f"parallelism.{axis}=1 or model.share_prompts=auto",
-        )
-        for axis in ("tensor_parallel", "sequence_data_parallel", "pipeline_parallel")
-    ),
-    Rule(
-        "model.share_prompts=true",
-        needs="accumulation.docs_per_step>0",
-        because="More documents would fit the micro-batches of a step, which would be another.",
-        use=f"{rules.BY_DOCUMENTS} or model.share_prompts=auto",
-    ),
-    Rule(
-        "model.share_prompts=true and rollout=recorded",
-        needs="parallelism.data_parallel=1",
-        because="A rank reads its own recorded documents alone, and does not know which of the "
-        "others begin alike.",
-        use="parallelism.data_parallel=1 or model.share_prompts=auto",
     ),
 )
 
