@@ -14,6 +14,7 @@ from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.config.schema import Config
 from pgtoolkit.runs.completion_files import CompletionRow, read_completions
 from pgtoolkit.training.evaluation import Evaluations
+from pgtoolkit.training.settings import TrainerSettings
 
 SMALL_EVALUATION = {
     "evaluation.every": 1,
@@ -49,9 +50,8 @@ def evaluated(folder: Path, *overrides: str) -> Evaluated:
 @key_test("evaluation.every")
 def evaluations_are_due_before_the_first_step_at_every_nth_and_after_the_last():
     for every, expected in ((2, [0, 2, 4, 6]), (4, [0, 4, 6])):
-        overrides = (f"evaluation.every={every}", "trainer.max_steps=6")
-        module, _ = module_and_steps(*overrides)
-        evaluations = Evaluations(None, module, config_of(*settings(*overrides)).trainer)
+        module, _ = module_and_steps(f"evaluation.every={every}", "trainer.max_steps=6")
+        evaluations = Evaluations(None, module, TrainerSettings(max_steps=6))
         assert [step for step in range(7) if evaluations.is_due(step)] == expected
     module, _ = module_and_steps()
     assert module.evaluator is None

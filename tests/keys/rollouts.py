@@ -23,6 +23,7 @@ from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.config.counts import copies_of
 from pgtoolkit.document import Document
 from pgtoolkit.system.report import Report
+from pgtoolkit.tasks.settings import ReverseTaskSettings
 from pgtoolkit.training.module import PolicyGradientModule
 
 
@@ -50,7 +51,7 @@ def the_seed_decides_weights_prompts_and_completions():
     assert torch.equal(module.policy.head.weight, same_module.policy.head.weight)
     assert not torch.equal(module.policy.head.weight, other_module.policy.head.weight)
     for seed, batch in ((7, documents), (8, other_documents)):
-        task = make_task(config_of(*settings()).task, seed)
+        task = make_task(ReverseTaskSettings(num_digits=3), seed)
         prompts = [prompt_of(module, document) for document in batch[::4]]
         assert prompts == [task.prompt(i).text for i in range(4)]
 

@@ -26,7 +26,7 @@ from pgtoolkit.runs.completion_files import CompletionRow
 from pgtoolkit.tasks.failed_scores import FailedScore, FailedScores
 from pgtoolkit.tasks.process_pool import CRASH, TIMEOUT, Failure
 from pgtoolkit.tasks.scoring import Response
-from pgtoolkit.tasks.settings import VerifierFailure
+from pgtoolkit.tasks.settings import PromptsTaskSettings, VerifierFailure
 from pgtoolkit.tasks.tasks import Score
 
 
@@ -138,10 +138,9 @@ def test_the_note_on_failed_scores_comes_again_when_their_share_doubles(caplog):
 @pytest.mark.parametrize("held_out", [False, True])
 def test_each_verifier_that_fails_is_named_with_its_own_count(tmp_path, caplog, held_out):
     functions = {name: f"tasks.verifiers_for_tests.{name}" for name in ("silent", "sometimes")}
-    verifiers = ", ".join(f"{name}: {{verifier: {path}}}" for name, path in functions.items())
-    overrides = run_with_verifier(tmp_path, "null")
-    config = config_of(*overrides, f"task.verifiers={{{verifiers}}}")
-    task = make_task(config.task, 0, held_out=held_out)
+    verifiers = {name: {"verifier": path} for name, path in functions.items()}
+    settings = PromptsTaskSettings(path=str(four_prompts(tmp_path)), verifiers=verifiers)
+    task = make_task(settings, 0, held_out=held_out)
     prompt = task.prompt(0)
     # `silent` scores none, and `sometimes` those that do not begin with a 2.
     texts = ["1", "2", "3", "22", "4"]
@@ -182,10 +181,14 @@ def test_in_an_evaluation_a_failed_score_is_wrong_and_not_in_the_mean_reward():
     assert numbers["reward/a"] == 2.0
 
 
+def four_prompts(folder: Path) -> Path:
+    rows = [{"prompt": f"{digit}{digit}=", "answer": str(digit)} for digit in range(4)]
+    return write_jsonl(folder / "prompts.jsonl", rows)
+
+
 def run_with_verifier(folder: Path, verifier: str) -> list[str]:
     """Write four prompts into `folder`; return the overrides of a run with this verifier."""
-    rows = [{"prompt": f"{digit}{digit}=", "answer": str(digit)} for digit in range(4)]
-    path = write_jsonl(folder / "prompts.jsonl", rows)
+    path = four_prompts(folder)
     return [
         *(setting for setting in SHORT if not setting.startswith("task.")),
         "task=prompts",

@@ -28,7 +28,7 @@ from pgtoolkit.losses.adaptive_kl import AdaptiveKL
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.batch_counts import steps_before
 from pgtoolkit.rollouts.passes import Passes
-from pgtoolkit.rollouts.settings import AccumulationSettings, LastStep
+from pgtoolkit.rollouts.settings import AccumulationSettings, LastStep, PolicyRolloutSettings
 from pgtoolkit.rollouts.source import Source
 from pgtoolkit.rollouts.step_loader import StepLoader, loadable
 from pgtoolkit.training.fit import BatchesOfRollouts
@@ -618,8 +618,10 @@ def test_check_counts_the_steps_of_all_passes(overrides, lines):
 )
 def test_tokens_shows_the_last_step_of_the_last_pass(place, last):
     """place: (position, pass) of a checkpoint of step 2, or none."""
-    config = config_of(*SHORT, "rollout.passes=3")
+    rollout = PolicyRolloutSettings(
+        prompts_per_batch=4, group_size=4, max_completion_length=4, passes=3
+    )
     checkpoint = None
     if place is not None:
         checkpoint = {"step": 2, "data": {"position": place[0], "pass": place[1]}}
-    assert last_of_batch(config.rollout, 8, checkpoint) == last
+    assert last_of_batch(rollout, 8, checkpoint) == last

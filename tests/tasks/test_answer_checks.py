@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from builders.runs import config_of
 
 from pgtoolkit.assembly.inputs import DataProblem, _try_tokens
 from pgtoolkit.assembly.machine import check_machine
@@ -14,6 +13,7 @@ from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
 from pgtoolkit.tasks.answer_checks import can_capture, notes_on_rows
+from pgtoolkit.tasks.settings import PromptsTaskSettings
 
 
 def checked(
@@ -233,7 +233,8 @@ def test_answers_that_are_the_prompt_or_contradict_another_row_are_noted(tmp_pat
         ),
         (other, []),
     ):
-        task = make_task(config_of("task=prompts", f"task.path={file}", verifier).task, 0)
+        settings = PromptsTaskSettings(path=str(file), verifier=verifier.partition("=")[2])
+        task = make_task(settings, 0)
         assert notes_on_rows(task, "answer", is_prompt=False) == expected
 
 

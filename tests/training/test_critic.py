@@ -32,7 +32,7 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validate, validated
 from pgtoolkit.document import Document
 from pgtoolkit.losses import reference_terms
-from pgtoolkit.rollouts.settings import AdvantageEstimator
+from pgtoolkit.rollouts.settings import AdvantageEstimator, PolicyRolloutSettings
 from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.critic import value_losses
@@ -502,7 +502,7 @@ def test_a_setting_that_excludes_a_critic_is_refused(settings, problem):
 
 def test_a_step_without_advantages_is_explained_by_the_estimator(caplog):
     """Nothing of a critic's is about the rewards of a group, and neither are those of a file."""
-    rollout = compose([]).config.rollout
+    rollout = PolicyRolloutSettings(max_completion_length=8)
     for estimator, says in {
         "gae": "the critic expects what every completion gets",
         "given": "so they are given.",
@@ -522,7 +522,7 @@ def test_a_step_without_advantages_is_explained_by_the_estimator(caplog):
 
 def test_a_run_without_a_gradient_says_so_once_in_its_third_step(caplog):
     """Nothing is said of zeros after a gradient, nor where a note says that advantages are 0."""
-    rollout = compose([]).config.rollout
+    rollout = PolicyRolloutSettings(max_completion_length=8)
     zeros = {"grad_norm": 0.0}
     silent = {**zeros, "zero_advantage_group_fraction": 1}
     for steps, number in (

@@ -31,6 +31,9 @@ from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.saved import saved_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.model.settings import HuggingFaceModelSettings
+from pgtoolkit.training.loss_settings import KLKind, KLSettings
+from pgtoolkit.training.settings import CriticSettings
 
 SMALL = [
     setting
@@ -82,6 +85,12 @@ def digests_of(config: Config) -> dict[str, Digests]:
     models = model_paths(config.model, config.kl, config.critic)
     sets = held_out_sets(config) if config.evaluation.sets else ()
     return digests(models, tasks_with_files(config.task, sets))
+
+
+def digests_of_model(folder: Path) -> Digests:
+    model = HuggingFaceModelSettings(path=str(folder))
+    no_others = (KLSettings(kind=KLKind.none), CriticSettings(learning_rate=1e-3))
+    return digests(model_paths(model, *no_others), {})["model.path"]
 
 
 def resume(run: Path | str, *overrides: str) -> int:
@@ -241,7 +250,6 @@ def test_a_run_without_a_checkpoint_starts_again_with_changed_data(copied_home):
 def test_samples_of_a_large_file_make_its_digest(tmp_path):
     """Changes of a byte near its ends, of 2^20 bytes in its middle, and of its length are seen."""
     file = tmp_path / "model.safetensors"
-    config = config_of("model=huggingface", f"model.path={tmp_path}")
     size = WHOLE_BYTES + 2**20
     entries = []
     for place, data in (
@@ -258,17 +266,16 @@ def test_samples_of_a_large_file_make_its_digest(tmp_path):
             opened.truncate(size)
             opened.seek(place)
             opened.write(data)
-        entries.append(digests_of(config)["model.path"]["model.safetensors"])
+        entries.append(digests_of_model(tmp_path)["model.safetensors"])
     assert len({entry["sha256"] for entry in entries}) == len(entries)
     assert all(entry["sampled"] for entry in entries)
     assert {entry["bytes"] for entry in entries} == {size, size + 1}
 
 
 def test_the_card_and_hidden_files_of_a_model_are_not_data(tmp_path):
-    config = config_of("model=huggingface", f"model.path={tmp_path}")
     for name in ("model.safetensors", "README.md", ".cache"):
         (tmp_path / name).write_text("x")
-    assert list(digests_of(config)["model.path"]) == ["model.safetensors"]
+    assert list(digests_of_model(tmp_path)) == ["model.safetensors"]
 
 
 def test_prompts_of_conversations_are_data_of_training_and_of_sets(tmp_path):

@@ -14,6 +14,7 @@ from keys.small_runs import rows_file
 
 from pgtoolkit.assembly.train import train
 from pgtoolkit.errors import DataError
+from pgtoolkit.training.settings import OptimizerSettings
 
 WITHOUT_NUMBERS = dict.fromkeys(("reward", "old_log_probs", "advantage", "group_id"), ...)
 """Makes `rows_file` leave out all but the tokens of a row and their mask."""
@@ -49,7 +50,7 @@ def test_supervised_fine_tuning_is_a_loop_of_cross_entropy(tmp_path):
         "optimizer.weight_decay=0",
     )
     module, loader = module_and_loader(*overrides)
-    adamw = config_of(*overrides).optimizer
+    adamw = OptimizerSettings(learning_rate=0.01)
     model = copy.deepcopy(module.model)
     optimizer = torch.optim.AdamW(
         model.parameters(),
