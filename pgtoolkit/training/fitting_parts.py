@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.losses.adaptive_kl import AdaptiveKL
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.losses.function import FunctionFamily, reads_rewards
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.trial import trains_on_advantages_alone
 from pgtoolkit.model.lora import adapted_layers
+from pgtoolkit.model.policy import Policy
 from pgtoolkit.ranks.environment import AXES
+from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.advantages import Shape
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.rules import OWN_AT_ONCE, OWN_LATER, OWN_OF_GROUPS, OWN_WITHOUT_REWARDS
@@ -21,11 +25,25 @@ from pgtoolkit.rollouts.settings import RolloutSettings, Truncated
 from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.rollouts.whole_steps import misfits_of_groups
 from pgtoolkit.system.declared import Needed
-from pgtoolkit.training.module import PolicyGradientModule
+from pgtoolkit.training.critic import Critic
 from pgtoolkit.training.whole_step import needs_first_pass
 
 
-def check_parts(module: PolicyGradientModule, loader: StepLoader) -> None:
+class ModuleOfParts(Protocol):
+    """The interface of a module as it is read here. `training.module.PolicyGradientModule`, which
+    calls `check_parts`, is one."""
+
+    policy: Policy
+    loss: Loss
+    layout: Layout
+    reference: Policy | None
+    reference_every: int | None
+    critic: Critic | None
+    adaptive_kl: AdaptiveKL | None
+    shape: Shape
+
+
+def check_parts(module: ModuleOfParts, loader: StepLoader) -> None:
     """Raise ConfigError where the numbers of a step would not be those that the parts name: where
     they do not meet a rule, or where two of them say something else of the same."""
     source = loader.source
@@ -53,7 +71,7 @@ def _refuse(setting: str, got: object, reason: str, use: str) -> None:
     raise ConfigError(f"{setting} (got {got}). {reason} Use {use}.")
 
 
-def _values_of(module: PolicyGradientModule, penalty: KL | None) -> dict[str, object]:
+def _values_of(module: ModuleOfParts, penalty: KL | None) -> dict[str, object]:
     """Return what the rules between parts compare, by the names of keys. penalty: on rewards."""
     loss = module.loss
     kl = loss.kl or penalty
@@ -152,7 +170,7 @@ def _check_completions(loss: Loss, settings: RolloutSettings) -> None:
         )
 
 
-def _check_shape(module: PolicyGradientModule, shape: Shape) -> None:
+def _check_shape(module: ModuleOfParts, shape: Shape) -> None:
     """Refuse a loss that would get other rewards than the estimator. shape: of the estimator."""
     if module.shape == shape or (module.shape == Shape() and not reads_rewards(module.loss.family)):
         return
@@ -164,9 +182,7 @@ def _check_shape(module: PolicyGradientModule, shape: Shape) -> None:
     )
 
 
-def _check_sampled(
-    module: PolicyGradientModule, source: SampledRollouts, loader: StepLoader
-) -> None:
+def _check_sampled(module: ModuleOfParts, source: SampledRollouts, loader: StepLoader) -> None:
     """Refuse rollouts of another module, or of steps of another size, and parts of the module that
     they give nothing."""
     if source.trained is not module:

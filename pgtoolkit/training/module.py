@@ -39,6 +39,7 @@ from pgtoolkit.ranks.collectives import local
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.advantages import Shape
 from pgtoolkit.rollouts.evaluator import Evaluator
+from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.sampling.settings import SamplingSettings
 from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.report import refusal
@@ -50,6 +51,7 @@ from pgtoolkit.training.accumulation import (
     StepOutput,
 )
 from pgtoolkit.training.critic import Critic, check_value_head
+from pgtoolkit.training.fitting_parts import check_parts
 from pgtoolkit.training.frameworks import callbacks, lightning
 from pgtoolkit.training.loss_scale import LossScale
 from pgtoolkit.training.optimizer import LearningRate, make_optimizer
@@ -233,6 +235,12 @@ class PolicyGradientModule(DynamicAccumulation):
         super().on_fit_start()
         if self.critic is not None and not hasattr(self.critic, "optimizer"):
             self.critic.make_optimizer()
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        loader = self.trainer.train_dataloader
+        if isinstance(loader, StepLoader):  # of a Trainer of the user's own
+            check_parts(self, loader)
 
     def _check_schedulers(self) -> None:
         """Raise ConfigError for a scheduler other than the one of the settings, which sets the rate

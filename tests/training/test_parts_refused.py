@@ -51,6 +51,7 @@ from pgtoolkit.tasks.tasks import ReverseTask
 from pgtoolkit.training.critic import with_value_head
 from pgtoolkit.training.fit import fit
 from pgtoolkit.training.fitting_parts import check_parts
+from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.settings import CriticSettings, OptimizerSettings
 
@@ -588,6 +589,17 @@ def test_steps_that_do_not_fit_the_loss_are_refused(policy, of_module, of_loader
     module = module_of(policy, **of_module)
     with pytest.raises(ConfigError, match=message):
         fit(module, loader_of(module, **of_loader))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_of_one_s_own_holds_parts_to_the_same_rules(policy):
+    module = module_of(policy, aggregation="prompt_mean")
+    trainer = lightning.Trainer(
+        max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False
+    )
+    with pytest.raises(ConfigError, match=r"^aggregation 'prompt_mean' needs .*close_on_groups"):
+        trainer.fit(module, loader_of(module))
+    assert module.num_updates == 0
 
 
 FITTING = [
