@@ -76,8 +76,9 @@ def check_machine(config: Config, report: Report) -> None:
     configuration that the rules refuse: nobody may have typed it.
     """
     # Of a word that is no key, nobody knows which of the keys below it was meant to set.
-    is_clear = not report.is_refused or all(map(_is_of_known_group, report.problems))
-    may_import = not report.is_refused or (is_clear and not imports(config))
+    is_accepted = not report.is_refused
+    is_clear = is_accepted or all(map(_is_of_known_group, report.problems))
+    may_import = is_accepted or (is_clear and not imports(config))
     is_loss_refused = report.concerns(*_GROUPS_OF_LOSS)
     device = config.trainer.device
     if not report.concerns("kernel"):
@@ -95,21 +96,19 @@ def check_machine(config: Config, report: Report) -> None:
     check_models(config, report, may_import, is_clear)
     if is_clear:
         check_inputs(config, report, may_import)
-    if not may_import:
-        return
-    if config.advantage.path is not None:
+    if is_accepted and config.advantage.path is not None:
         from pgtoolkit.assembly.recorded_rollouts import estimator_of
 
         with errors_added_to(report):
             estimator_of(config.advantage, config.rollout, config.task)
-    if config.optimizer.path is not None:
+    if is_accepted and config.optimizer.path is not None:
         from pgtoolkit.training.own_optimizer import check_own_optimizer
 
         with errors_added_to(report):
             parallelism = config.parallelism
             is_sharded = parallelism.shard or parallelism.tensor_parallel > 1
             check_own_optimizer(config.optimizer, is_sharded)
-    if config.callbacks.own:
+    if is_accepted and config.callbacks.own:
         import_metrics()
         from pgtoolkit.training.callbacks import own_parts
 
@@ -117,18 +116,20 @@ def check_machine(config: Config, report: Report) -> None:
             own_parts(config.callbacks.own)
     is_recorded = config.rollout.name == "recorded"
     has_own_code = config.aggregation.reducer is not None or config.loss.name == "custom"
-    if (is_recorded or has_own_code) and not is_loss_refused:
-        from pgtoolkit.assembly.loss import loss_of, note_on_advantages
+    is_tried = is_recorded or (has_own_code and is_accepted)
+    if not is_tried or not may_import or is_loss_refused:
+        return
+    from pgtoolkit.assembly.loss import loss_of, note_on_advantages
 
-        with errors_added_to(report):
-            loss = loss_of(config)
-            note = note_on_advantages(loss, chosen(config, "loss"), chosen(config, "advantage"))
-            if note is not None:
-                report.note(note)
-            if config.loss.name == "custom":
-                notes_of_own_family(config, loss.family, report)
-            if is_recorded and not report.concerns("rollout", "model"):
-                check_recorded_rollouts(config, loss, report)
+    with errors_added_to(report):
+        loss = loss_of(config)
+        note = note_on_advantages(loss, chosen(config, "loss"), chosen(config, "advantage"))
+        if note is not None:
+            report.note(note)
+        if config.loss.name == "custom":
+            notes_of_own_family(config, loss.family, report)
+        if is_recorded and not report.concerns("rollout", "model"):
+            check_recorded_rollouts(config, loss, report)
 
 
 def _is_of_known_group(problem: str) -> bool:
