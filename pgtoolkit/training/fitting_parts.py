@@ -229,6 +229,13 @@ def _check_sampled(module: ModuleOfParts, source: SampledRollouts, loader: StepL
         adaptive.check_batch(source.batch_size)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if module.loss.kl is not None and source.adaptive_kl is adaptive:
+        _refuse(
+            "adaptive_kl of a module with a penalty in its loss needs another one in the rollouts",
+            "one AdaptiveKL for both",
+            "Each batch would move it twice.",
+            "SampledRollouts(..., adaptive_kl=AdaptiveKL(...)) of its own, or one penalty",
+        )
     if module.loss.kl is None and source.adaptive_kl is not adaptive:
         _refuse(
             "adaptive_kl of a module needs a penalty, whose coefficient it is",

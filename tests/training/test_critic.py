@@ -138,7 +138,7 @@ def whitened(numbers: torch.Tensor) -> torch.Tensor:
     [
         (),
         ("rollout.lag=3", "rollout.old_log_probs=proximal"),
-        ("rollout.max_staleness=5",),
+        ("rollout.max_staleness=5", "rollout.old_log_probs=proximal"),
     ],
 )
 def test_values_are_those_of_the_critic_as_training_on_a_batch_begins(settings):

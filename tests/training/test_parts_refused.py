@@ -663,6 +663,11 @@ def test_a_coefficient_that_adapts_is_that_of_a_penalty(policy):
     )
     with pytest.raises(ConfigError, match=refused):
         fit(of_loss, carrying)
+    shared = {"penalty": KL("k3", 0.1), "adaptive_kl": of_loss.adaptive_kl}
+    with pytest.raises(
+        ConfigError, match=r"^adaptive_kl of a module with a .*got one AdaptiveKL for"
+    ):
+        fit(of_loss, loader_of(of_loss, **shared))
     of_loss.adaptive_kl = AdaptiveKL(0.1, 51, 0.1)
     with pytest.raises(ConfigError, match=r"^AdaptiveKL\(horizon=51\) needs more than 51, a fifth"):
         fit(of_loss, loader_of(of_loss))
