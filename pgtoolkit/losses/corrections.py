@@ -122,8 +122,9 @@ class Correction(ABC):
 
     @property
     def name(self) -> str:
-        """The name in `correction=`."""
-        return next(name for name, kind in CORRECTIONS.items() if kind is type(self))
+        """The name in `correction=`; that of its class for one of the user's own."""
+        names = (name for name, kind in CORRECTIONS.items() if kind is type(self))
+        return next(names, type(self).__name__)
 
     @property
     def by_document(self) -> bool:

@@ -57,7 +57,8 @@ class Estimator:
     """`advantage=` of a configuration.
 
     name: one of ESTIMATORS, gdpo, custom, or `given`, whose advantages come with the data.
-    weights: for gdpo, by the name of the measure that holds the verifier's score.
+    weights: for gdpo, which needs two or more, by the name of the measure that holds the verifier's
+        score.
     shape: what happens to rewards before, and to advantages afterwards.
     path, function: for custom. function(rewards, lengths=, measures=) gets three lists with a list
         for each group, and returns the advantages as such a list.
@@ -77,7 +78,7 @@ class Estimator:
                 f"{self.name!r} with function={shown(self.function)}). The other estimators have "
                 "formulas of their own. Use Estimator('custom', function=...), or leave it out."
             )
-        if self.name == "gdpo" and len([w for w in self.weights.values() if w != 0]) < 2:
+        if self.name == "gdpo" and sum(weight != 0 for weight in self.weights.values()) < 2:
             raise ValueError(
                 "Estimator('gdpo') needs weights of two or more measures, each other than 0 (got "
                 f"{dict(self.weights)}). It normalises the score of each verifier in its group, "

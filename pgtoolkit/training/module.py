@@ -190,11 +190,12 @@ class PolicyGradientModule(DynamicAccumulation):
         )
 
     def add_critic(self, body: Policy, settings: CriticSettings) -> None:
-        """Train a critic together with the policy.
+        """Train a critic together with the policy: `body`, `training.critic.with_value_head(...)`
+        of a policy.
 
-        body: a model with a head of one value, as `training.critic.with_value_head(policy)` gives
-            it. Each step's documents need values and returns, which `SampledRollouts(..., gae=...)`
-            gives them.
+        Each step's documents need values and returns, which `SampledRollouts(..., gae=...)` gives
+        them. Raises ValueError for a body of another head or of other tokens, and for settings by
+        which the policy would never be trained.
         """
         check_policy("body", body)
         check_value_head(body)

@@ -602,6 +602,11 @@ def test_a_trainer_of_one_s_own_holds_parts_to_the_same_rules(policy):
     assert module.num_updates == 0
 
 
+@dataclasses.dataclass(frozen=True)
+class OwnMask(corrections.TokenMask):
+    """A correction of the user's own, of no name in a configuration."""
+
+
 FITTING = [
     ({}, {}),
     ({"family": Tpo()}, {"estimator": "none", "close_on_groups": True}),
@@ -610,6 +615,7 @@ FITTING = [
         {"rollout": {"old_log_probs": "sampling"}, "keep_top": 4},
     ),
     ({"correction": MASK}, {"correction": MASK}),
+    ({"correction": OwnMask()}, {"correction": OwnMask()}),
     (TEACHER, {"estimator": "none"}),
     (TEACHER, {"penalty": KL("k3", 0.1)}),
     (
