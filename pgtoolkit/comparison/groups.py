@@ -33,7 +33,7 @@ from pgtoolkit.comparison.notes import (
 from pgtoolkit.comparison.pairs import block_of, leave_out_unpaired
 from pgtoolkit.comparison.statistics import Comparisons, Sample
 from pgtoolkit.config.keys import KEYS, OPTION_KEYS, changes_learning, is_inside, key_named, shown
-from pgtoolkit.config.own_code import as_typed, with_defaults
+from pgtoolkit.config.own_code import as_typed, changed_defaults, with_defaults
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.rollouts.settings import POSITION
 from pgtoolkit.runs.find import HELD_OUT, Run
@@ -163,8 +163,10 @@ def _as_typed(run: Run) -> Run:
 
     The option takes the place of the keys that name the code.
     """
-    config = with_defaults(run.config, Path(run.path, COPIES), run.trained_with)
-    return replace(run, config=config, trained_with=as_typed(run.trained_with))
+    copies = Path(run.path, COPIES)
+    config = with_defaults(run.config, copies, run.trained_with)
+    changed = changed_defaults(run.config, copies, run.trained_with)
+    return replace(run, config=config, trained_with=as_typed(run.trained_with) | changed)
 
 
 def _metric(

@@ -8,6 +8,7 @@ one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.losses.family import Family, configured
 from pgtoolkit.losses.function import ASKED
-from pgtoolkit.runs.history import CODE
+from pgtoolkit.runs.history import CODE, in_words, spans, values_of
 from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.conditions import holds, value_of
 from pgtoolkit.system.functions import defaults_in_file
@@ -142,21 +143,57 @@ def with_defaults(
     saved configuration lacks. They are read from the file of the code; nothing is imported.
 
     copies: the folder of a run's copies of the code, whose digests are in trained_with, see
-        `history.trained_with`; None to read the file that the path leads to now.
+        `history.trained_with`; None to read the file that the path leads to now. Of a run that was
+        resumed with other code it is the last one.
     """
     typed = as_typed(values)
+    for changes in _defaults_over_steps(typed, copies, trained_with):
+        for name, default in changes[-1][1].items():
+            typed.setdefault(name, default)
+    return typed
+
+
+def changed_defaults(
+    values: Mapping[str, object], copies: Path, trained_with: Mapping
+) -> dict[str, object]:
+    """Return, in the words of `history.trained_with`, the parameters of own code that a run had at
+    their defaults, which were others in some of the versions that it has used.
+
+    Arguments: see `with_defaults`.
+    """
+    typed = as_typed(values)
+    described = {}
+    for changes in _defaults_over_steps(typed, copies, trained_with):
+        for name in dict.fromkeys(name for _, defaults in changes for name in defaults):
+            steps = spans([(step, defaults.get(name)) for step, defaults in changes], sys.maxsize)
+            if len(steps) > 1 and name not in typed:
+                described[name] = in_words(steps)
+    return described
+
+
+def _defaults_over_steps(
+    typed: Mapping[str, object], copies: Path | None, trained_with: Mapping
+) -> Iterator[list[tuple[int, dict[str, object]]]]:
+    """Yield, for each group with own code, the defaults of its parameters by their keys in each
+    version that a run has used, with the step after which it was used."""
     for group in OWN_CODE.keys() & PARAMETERS.keys():
         path = typed.get(OPTION_KEYS[group])
         if not isinstance(path, str) or not is_own_code(group, path):
             continue
         module = path.rpartition(".")[0]
-        digest = trained_with.get(f"{CODE}{module}")
-        copy = None if copies is None else copies / f"{module}-{digest}.py"
-        for name, default in defaults_in_file(path, copy).items():
-            if group != "loss" or name not in ASKED:
-                value = [*default] if isinstance(default, tuple) else default
-                typed.setdefault(f"{group}.{name}", value)
-    return typed
+        files: list[tuple[int, Path | None]] = [(0, None)]
+        if copies is not None:
+            digests = values_of(str(trained_with.get(f"{CODE}{module}")))
+            files = [(step, copies / f"{module}-{digest}.py") for step, digest in digests]
+        changes = []
+        for step, file in files:
+            defaults = {
+                f"{group}.{name}": [*default] if isinstance(default, tuple) else default
+                for name, default in defaults_in_file(path, file).items()
+                if group != "loss" or name not in ASKED
+            }
+            changes.append((step, defaults))
+        yield changes
 
 
 def short_name(name: str) -> str:

@@ -64,6 +64,18 @@ def in_words(values: Changes) -> object:
     return ", then ".join([*parts, text(values[-1][1])])
 
 
+def values_of(words: str) -> Changes:
+    """Return the values of texts without a space, such as digests, that `in_words` has described,
+    each with the step after which it was used."""
+    values: Changes = []
+    start = 0
+    for part in words.split(", then "):
+        value, _, end = part.partition(" to step ")
+        values.append((start, value))
+        start = int(end or 0)
+    return values
+
+
 def _changed_keys(drift: list[dict]) -> dict[str, Changes]:
     histories: dict[str, Changes] = {}
     for entry in drift:

@@ -8,6 +8,7 @@ import pytest
 
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.groups import compare
+from pgtoolkit.experiment import load
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import find_runs
 
@@ -196,6 +197,42 @@ def test_code_that_changed_before_a_resume_counts_from_its_step_on(tmp_path):
     save(tmp_path / "1", 1, provenance={"step": 0, "modules": {"rewards": "bbbbbbbb"}})
     _, seeds = keys_and_seeds(tmp_path)
     assert seeds == {"aaaaaaaa to step 4, then bbbbbbbb": [0], "bbbbbbbb": [1]}
+
+
+def save_with_code(folder: Path, seed: int, *versions: str, **options: float) -> None:
+    """Write a run with a loss of the user's own, and the copies of its code.
+
+    versions: of the code, each a letter with the default of the parameter `low` behind it, as in
+        "a0.3"; the second one is that of a resume after step 4.
+    """
+    starts = [
+        {"time": "2026-01-01T00:00:00+0000", "step": step, "modules": {"mine": version[0] * 8}}
+        for step, version in zip((0, 4), versions, strict=False)
+    ]
+    provenance = {**starts[0], "resumed": starts[1:]}
+    loss = {"name": "custom", "path": "mine.bounded", "options": options}
+    save(folder, seed, provenance=provenance, loss=loss)
+    (folder / "code").mkdir()
+    for version in versions:
+        code = f"def bounded(log_ratio, advantages, low={version[1:]}): ..."
+        (folder / f"code/mine-{version[0] * 8}.py").write_text(code)
+
+
+def test_a_run_resumed_with_other_code_has_the_defaults_of_all_of_its_versions(tmp_path):
+    save_with_code(tmp_path / "0", 0, "a0.3")
+    save_with_code(tmp_path / "1", 1, "b0.3")
+    save_with_code(tmp_path / "2", 2, "a0.3", "b0.3")
+    keys, seeds = keys_and_seeds(tmp_path)
+    assert keys == ["code of mine"]
+    assert sorted(seeds.values()) == [[0], [1], [2]]
+    assert keys_and_seeds(tmp_path, ignore_code=True) == ([], {"all runs": [0, 1, 2]})
+    save_with_code(tmp_path / "3", 3, "a0.3", "c0.05")
+    save_with_code(tmp_path / "4", 4, "c0.05")
+    save_with_code(tmp_path / "5", 5, "c0.05", "a0.3", low=0.05)
+    keys, seeds = keys_and_seeds(tmp_path, ignore_code=True)
+    assert keys == ["loss.low"]
+    assert seeds == {"0.3": [0, 1, 2], "0.3 to step 4, then 0.05": [3], "0.05": [4, 5]}
+    assert [run.config["loss.low"] for run in load(tmp_path)] == [0.3, 0.3, 0.3, 0.05, 0.05, 0.05]
 
 
 def test_a_run_without_a_record_of_code_or_data_differs_from_no_other_run(tmp_path):
