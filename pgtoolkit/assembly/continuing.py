@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pgtoolkit.config.keys import shown
 from pgtoolkit.config.names import retrained
-from pgtoolkit.config.new_run import new_run_command
+from pgtoolkit.config.new_run import new_run_command, sweep_of_file
 from pgtoolkit.config.rules.addresses import named_addresses
 from pgtoolkit.config.rules.executed import folders_outside, named_commands
 from pgtoolkit.losses.families import FAMILIES
@@ -148,9 +148,13 @@ def has_counterpart(run_dir: str | Path) -> bool:
     """Return whether another loss can be compared on the same documents.
 
     It cannot where these lack advantages, or old log-probs, nor where the run goes on from a
-    checkpoint of another that is gone.
+    checkpoint of another that is gone. Nor does a job of a sweep's file have one whose loss has
+    parameters of its own: the file may have several values of them, all for that loss.
     """
-    config, _ = read_config(run_dir)
+    config, overrides = read_config(run_dir)
+    has_parameters = any(key_of(override).startswith("loss.") for override in overrides)
+    if has_parameters and sweep_of_file(Path(run_dir))[0]:
+        return False
     branched = _branched_from(run_dir)
     if branched is not None and branched[1] not in checkpoint_steps(branched[0]):
         return False

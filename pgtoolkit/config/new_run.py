@@ -6,7 +6,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from pgtoolkit.runs.records import known_provenance, read_config
+from pgtoolkit.config.files import sweep_files
+from pgtoolkit.runs.records import known_provenance, read_config, read_status
+from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.report import key_of, shortest_path
 from pgtoolkit.tracking.next_commands import pgtk_command
 
@@ -15,7 +17,8 @@ def new_run_command(run_dir: str | Path, changes: Sequence[str]) -> str:
     """Return the command of a new run like this one, with other overrides.
 
     Those that they replace are left out, and so are the run's name and the folder of its recorded
-    rollouts, which is occupied now.
+    rollouts, which is occupied now. For a job of a sweep's file it is that sweep with the values of
+    the job, since only the file has what all of its jobs share.
     """
     _, overrides = read_config(run_dir)
     left_out = {key_of(change) for change in changes} | {"rollout.save_path", "tracking.run_name"}
@@ -24,17 +27,51 @@ def new_run_command(run_dir: str | Path, changes: Sequence[str]) -> str:
         key = key_of(override)
         if key not in left_out and key.partition(".")[0] not in left_out:
             arguments.append(override)
-    return pgtk_command(*with_own_options(run_dir), *arguments)
+    sweep, end = sweep_of_file(Path(run_dir))
+    return pgtk_command(*sweep, *with_own_options(run_dir), *arguments, *end)
 
 
 def with_own_options(run_dir: str | Path) -> list[str]:
     """Return the flag that names the folder with the user's own options, if the run was started
     with one."""
-    provenance = known_provenance(Path(run_dir))
+    provenance = known_provenance(_first_of(Path(run_dir)))
+    folder, _ = _started_with(provenance)
+    if not folder:
+        return []
+    return [f"--config-dir={shortest_path(Path(provenance.get('directory', ''), folder))}"]
+
+
+def sweep_of_file(run_dir: Path) -> tuple[list[str], list[str]]:
+    """Return the words before and after the overrides of a job that a sweep's file describes; none
+    for another run."""
+    first = _first_of(run_dir)
+    provenance = known_provenance(first)
+    _, words = _started_with(provenance)
+    if len(words) < 2 or words[0] != "sweep":
+        return [], []
+    file = sweep_files().get(words[1]) or Path(provenance.get("directory", ""), words[1])
+    name = words[1] if words[1] in sweep_files() else shortest_path(file)
+    end = []
+    searches = any("optuna_search" in word for word in words)
+    if searches or (file.is_file() and "optuna_search" in file.read_text(encoding="utf-8")):
+        end.append("hydra/sweeper=basic")
+    if (first.parent / "sweep.json").is_file():
+        end.append(f"hydra.sweep.dir={shortest_path(first.parent)}")
+    return ["sweep", name], end
+
+
+def _first_of(run_dir: Path) -> Path:
+    """Return the run that a run goes on from, if it is a branch, and that one from, and so on."""
+    parent = read_status(run_dir).get("parent")
+    while parent:
+        run_dir = Path(parent.rpartition(", step ")[0])
+        parent = read_status(run_dir).get("parent")
+    return run_dir
+
+
+def _started_with(provenance: JsonObject) -> tuple[str | None, list[str]]:
+    """Return the folder with the user's own options, and the other words of a run's command."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", nargs="?")
-    arguments, _ = parser.parse_known_args(provenance.get("command", [])[1:])
-    if not arguments.config_dir:
-        return []
-    folder = Path(provenance.get("directory", ""), arguments.config_dir)
-    return [f"--config-dir={shortest_path(folder)}"]
+    arguments, words = parser.parse_known_args(provenance.get("command", [])[1:])
+    return arguments.config_dir, words

@@ -1,5 +1,6 @@
 """Progress lines, the summary at a run's end, and the commands that it prints."""
 
+import json
 import shlex
 import signal
 import sys
@@ -10,11 +11,17 @@ import numpy as np
 import pytest
 from builders.runs import config_of
 
-from pgtoolkit.assembly.continuing import counterpart_command, left_out_of_counterpart
+from pgtoolkit.assembly.continuing import (
+    counterpart_command,
+    has_counterpart,
+    left_out_of_counterpart,
+)
 from pgtoolkit.assembly.early_stop import stop_signals_recorded
 from pgtoolkit.assembly.summary import run_summary
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.names import plain_config
+from pgtoolkit.config.names import changed, plain_config
+from pgtoolkit.config.new_run import new_run_command
+from pgtoolkit.config.sweeps import compose_sweep
 from pgtoolkit.errors import Interrupted
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.mlflow_run import MlflowRecord
@@ -182,6 +189,59 @@ def test_the_counterpart_differs_in_the_loss_alone(tmp_path, overrides, loss, ex
         printed = run_summary({"step": np.empty(0)}, tmp_path).splitlines()
         assert printed[-2].startswith("compare      ")
         assert printed[-1] == f"{'':<12} {said}"
+
+
+SWEEP = """defaults:
+  - config
+  - override aggregation: constant
+  - _self_
+task: {num_digits: 2}
+trainer: {max_steps: 7}
+hydra:
+  sweeper:
+    params: {loss: "gspo,cispo", seed: "0,1"}
+"""
+
+
+@pytest.mark.parametrize("is_branch", [False, True])
+def test_the_counterpart_of_a_job_has_what_the_sweeps_file_sets(tmp_path, monkeypatch, is_branch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "tune.yaml"
+    file.write_text(SWEEP)
+    (tmp_path / "mine").mkdir()
+    config = compose_sweep([], file).compose_job(["loss=gspo", "seed=1"], 1).config
+    assert config is not None
+    job = tmp_path / "outputs/sweeps/tune/gspo"
+    job.parent.mkdir(parents=True)
+    (job.parent / "sweep.json").write_text("{}")
+    with RunDirectory(job) as run:
+        run.write_config(plain_config(config), ["loss=gspo", "seed=1"])
+        command = ["pgtk", "sweep", "--config-dir", "mine", "tune.yaml", "trainer.max_steps=7"]
+        run.write_provenance({"command": command, "directory": str(tmp_path)})
+    if is_branch:  # its own start has another command, and no word of the sweep
+        with RunDirectory(tmp_path / "branch") as run:
+            run.write_config(plain_config(config), ["loss=gspo", "seed=1"])
+            run.write_provenance({"command": ["pgtk", "resume"], "directory": str(tmp_path)})
+        status = {"state": "done", "step": 7, "parent": f"{job}, step 4"}
+        (tmp_path / "branch/status.json").write_text(json.dumps(status))
+    command = new_run_command(tmp_path / "branch" if is_branch else job, ["loss=grpo"])
+    words = shlex.split(command)[1:]
+    assert words[:3] == ["sweep", "tune.yaml", "--config-dir=mine"]
+    assert words[3:] == ["loss=grpo", "seed=1", "hydra.sweep.dir=outputs/sweeps/tune"]
+    typed = compose_sweep(words[3:], file)
+    assert tmp_path / (typed.folder or "") == job.parent
+    assert [*map(len, typed.jobs)] == [2]
+    other = typed.compose_job(typed.jobs[0], 0).config
+    assert other is not None
+    changes = changed(plain_config(config), plain_config(other))
+    assert changes["loss.name"] == ["gspo", "grpo"]
+    assert all(key.startswith("loss.") for key in changes)
+    assert has_counterpart(job)
+    with RunDirectory(job) as run:
+        run.write_config(plain_config(config), ["loss=gspo", "loss.epsilon_low=0.1", "seed=1"])
+    assert not has_counterpart(job)
+    file.write_text(SWEEP.replace("  - _self_", "  - override hydra/sweeper: optuna_search"))
+    assert "hydra/sweeper=basic" in new_run_command(job, ["loss=grpo"])
 
 
 def test_a_program_is_named_by_its_path_unless_path_has_it(monkeypatch):
