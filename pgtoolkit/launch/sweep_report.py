@@ -7,7 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pgtoolkit.config.files import sweep_files
+from pgtoolkit.config.keys import changes_learning
+from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.new_run import with_own_options
+from pgtoolkit.config.own_code import with_defaults
+from pgtoolkit.errors import StorageError
 from pgtoolkit.launch.final_number import (
     TRAINING,
     averaged,
@@ -17,7 +21,10 @@ from pgtoolkit.launch.final_number import (
     why_no_common_measure,
 )
 from pgtoolkit.launch.sweep import PlannedRun, Sweep
+from pgtoolkit.runs.history import EVALUATION_CODE, trained_with
+from pgtoolkit.runs.modules import COPIES
 from pgtoolkit.runs.provenance import changed_modules
+from pgtoolkit.runs.records import known_provenance, leaves
 from pgtoolkit.runs.series import mean, ranks, without_rounding
 from pgtoolkit.system.report import key_of, plural, shell_path, shortest_path, text
 from pgtoolkit.tracking.next_commands import pgtk_command
@@ -144,34 +151,67 @@ def next_steps(sweep: Sweep, again: bool) -> list[str]:
 
 def best(sweep: Sweep) -> str | None:
     """Return the best configuration's number, as a mean over its seeds, and the command that trains
-    it again; None where there is nothing to choose from. Where all are the same it says so.
+    two seeds more; None where there is nothing to choose from. Where all are the same it says so.
 
-    A configuration with a job that is not done has no result of equal length.
+    A configuration with a job that is not done has no result of equal length. Jobs that have used
+    several versions of the user's code are of several configurations, as in `pgtk compare`.
     """
     jobs = [*sweep.jobs.values()]
     metrics = {number_of(job.config) for job in jobs}
     if len(metrics) != 1 or why_no_common_measure([job.config for job in jobs])[0]:
         return None
     metric = metrics.pop()
-    jobs_of: dict[tuple[str, ...], list[PlannedRun]] = {}
+    jobs_of: dict[str, dict[int, PlannedRun]] = {}
     for job in jobs:
-        jobs_of.setdefault(tuple(_without_seed(job)), []).append(job)
-    means: dict[tuple[str, ...], float] = {}
-    for overrides, seeds in jobs_of.items():
-        values = [final_value(sweep.folder / job.directory, metric) for job in seeds]
+        jobs_of.setdefault(_configuration(sweep, job), {})[job.config.seed] = job
+    means: dict[str, float] = {}
+    for configuration, seeds in jobs_of.items():
+        directories = [sweep.folder / job.directory for job in seeds.values()]
+        values = [final_value(directory, metric) for directory in directories]
         known = [value for value in values if value is not None]
-        if all(job.status == "done" for job in seeds) and len(known) == len(seeds):
-            means[overrides] = mean(known)
+        if all(job.status == "done" for job in seeds.values()) and len(known) == len(seeds):
+            means[configuration] = mean(known)
     places = ranks([*means.values()])
     if len(means) < 2:
         return None
     if max(places) == 0:
         return _no_best(sweep, metric, next(iter(means.values())))
-    overrides = [*means][places.index(max(places))]
-    seeds = jobs_of[overrides]
+    configuration = [*means][places.index(max(places))]
+    seeds = [*jobs_of[configuration].values()]
     of_seeds = f", the mean of {len(seeds)} seeds" if len(seeds) > 1 else ""
-    number = _number(metric, means[overrides], [sweep.folder / job.directory for job in seeds])
-    return f"best: {number}{of_seeds}: {_train(sweep, seeds)}"
+    directories = [sweep.folder / job.directory for job in seeds]
+    number = _number(metric, means[configuration], directories)
+    modules = {name for directory in directories for name in changed_modules(directory)}
+    if modules:
+        return (
+            f"best: {number}{of_seeds}: {_words_of(seeds[0])}, before {' and '.join(modules)} "
+            "changed. Further seeds would be of the new code."
+        )
+    return f"best: {number}{of_seeds}; two seeds more: {_more_seeds(sweep, seeds[0])}"
+
+
+def _configuration(sweep: Sweep, job: PlannedRun) -> str:
+    """Return a text that jobs have in common which differ in nothing that counts but their seed."""
+    history = _history(sweep, job)
+    config = dict(leaves(plain_config(job.config)))
+    copies = sweep.folder / job.directory / COPIES
+    counting = {
+        name: value
+        for name, value in with_defaults(config, copies, history).items()
+        if name != "seed" and (name.startswith("evaluation.") or changes_learning(name, config))
+    }
+    return repr(sorted((counting | history).items()))
+
+
+def _history(sweep: Sweep, job: PlannedRun) -> dict[str, object]:
+    """Return what a job was trained with besides its configuration, such as versions of code; {}
+    where its files are damaged."""
+    directory = sweep.folder / job.directory
+    try:
+        history = trained_with(directory, known_provenance(directory), job.step)
+    except StorageError:
+        return {}
+    return {name: of for name, of in history.items() if not name.startswith(EVALUATION_CODE)}
 
 
 def _no_best(sweep: Sweep, metric: str, value: float) -> str:
@@ -200,7 +240,8 @@ def rates_that_learn(sweep: Sweep) -> list[str]:
     others = set()
     for job in sweep.jobs.values():
         jobs_at.setdefault(job.config.optimizer.learning_rate, []).append(job)
-        others.add(tuple(word for word in _without_seed(job) if key_of(word) != _RATE))
+        words = [word for word in _without_seed(job) if key_of(word) != _RATE]
+        others.add(repr([words, _history(sweep, job)]))
     states = {job.status for job in sweep.jobs.values()}
     if len(jobs_at) < 3 or len(others) > 1 or states - {"done", "failed"}:
         return []
@@ -236,22 +277,27 @@ def _without_seed(job: PlannedRun) -> list[str]:
     return [override for override in job.overrides if key_of(override) != "seed"]
 
 
-def _train(sweep: Sweep, seeds: list[PlannedRun]) -> str:
-    """Return the command that trains these jobs, which differ in their seed alone: a sweep in the
-    same folder, where it finds those that are done and further seeds come beside them."""
-    first = seeds[0]
-    overrides = first.overrides if len(seeds) == 1 else _without_seed(first)
-    words = with_own_options(sweep.folder / first.directory)
-    folder = f"hydra.sweep.dir={shortest_path(sweep.folder)}"
-    if sweep.config.sweep_file is not None:
+def _words_of(job: PlannedRun) -> str:
+    return " ".join(_without_seed(job))
+
+
+def _more_seeds(sweep: Sweep, job: PlannedRun) -> str:
+    """Return the command that trains two seeds more of a job's configuration: a sweep in the same
+    folder, in which `pgtk compare` finds them beside those that are done."""
+    taken = [each.config.seed for each in sweep.jobs.values()]
+    for row in sweep.earlier.values():
+        pairs = [override.partition("=") for override in row.get("overrides", [])]
+        taken += [int(value) for key, _, value in pairs if key == "seed" and value.isdecimal()]
+    seeds = f"seed={max(taken) + 1},{max(taken) + 2}"
+    words = with_own_options(sweep.folder / job.directory)
+    if sweep.config.sweep_file is None:
+        words.append("-m")
+    else:
         words = ["sweep", _name_of(sweep.config.sweep_file), *words]
         if sweep.config.search is not None:
             words.append("hydra/sweeper=basic")
-        overrides = [*overrides, folder]
-    elif len(seeds) > 1:
-        words.append("-m")
-        overrides = [*overrides, f"seed={','.join(str(job.config.seed) for job in seeds)}", folder]
-    return pgtk_command(*words, *overrides)
+    folder = f"hydra.sweep.dir={shortest_path(sweep.folder)}"
+    return pgtk_command(*words, *_without_seed(job), seeds, folder)
 
 
 def _name_of(file: Path) -> str:

@@ -92,13 +92,16 @@ def test_the_best_configuration_is_that_of_the_highest_mean_over_seeds(tmp_path)
         "loss=gspo seed=1": 0.75,
     }
     sweep = finished(tmp_path, rewards, "loss=grpo,gspo", "seed=0,1")
-    assert best(sweep).startswith("best: reward 0.625, the mean of 2 seeds: ")
+    assert best(sweep).startswith("best: reward 0.625, the mean of 2 seeds; two seeds more: ")
     words = best(sweep).split("pgtk ")[-1].split()
-    assert words[:-1] == ["-m", "loss=gspo", "tracking=none", "seed=0,1"]
-    # In the folder of the runs, where it finds them.
-    again = check_sweep([*words[1:-1], words[-1]])
-    assert again.folder.resolve() == sweep.folder
-    assert {*again.jobs} == {name for name in sweep.jobs if name.startswith("gspo")}
+    assert words[:-1] == ["-m", "loss=gspo", "tracking=none", "seed=2,3"]
+    # In the folder of the runs, beside which the new ones come.
+    further = check_sweep(words[1:])
+    assert further.folder.resolve() == sweep.folder
+    assert [job.status for job in further.jobs.values()] == ["pending", "pending"]
+    # After these, in a command of the first seeds, others are the next ones.
+    sweep.earlier = {name: {"overrides": job.overrides} for name, job in further.jobs.items()}
+    assert " seed=4,5 " in best(sweep)
     # What was stopped early is no result of equal length.
     next(
         job for job in sweep.jobs.values() if job.config.seed == 1 and "gspo" in job.directory
@@ -169,12 +172,34 @@ def test_the_best_of_a_sweep_file_is_trained_by_that_file(tmp_path):
     }
     words = best(finished(tmp_path, rewards, "loss=gspo", file="mine.yaml")).split("sweep ")[-1]
     file, *overrides = words.split()
-    assert overrides[:-1] == ["optimizer.learning_rate=0.001", "loss=gspo", "tracking=none"]
+    expected = ["optimizer.learning_rate=0.001", "loss=gspo", "tracking=none", "seed=1,2"]
+    assert overrides[:-1] == expected
     again = check_sweep(overrides, Path(file))
     assert again.folder.resolve() == tmp_path / "sweep"
-    (job,) = again.jobs.values()
-    assert job.directory in {path.name for path in again.folder.iterdir()}
-    assert (job.config.trainer.max_steps, job.config.optimizer.learning_rate) == (7, 0.001)
+    for seed, job in enumerate(again.jobs.values(), start=1):
+        assert (job.config.trainer.max_steps, job.config.optimizer.learning_rate) == (7, 0.001)
+        assert job.config.seed == seed
+
+
+def test_versions_of_code_are_several_configurations_of_which_one_may_be_best(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    rewards = {"loss=grpo seed=0": 0.25, "loss=grpo seed=1": 0.5}
+    rewards |= {"loss=gspo seed=0": 0.75, "loss=gspo seed=1": 0.125}
+    sweep = finished(tmp_path, rewards, "loss=grpo,gspo", "seed=0,1")
+    for job in sweep.jobs.values():
+        version = "ab"[job.config.seed] if job.config.loss.name == "gspo" else "a"
+        provenance = {"step": 0, "modules": {"mine": version * 8}}
+        (tmp_path / "sweep" / job.directory / "provenance.json").write_text(json.dumps(provenance))
+    assert (best(sweep) or "").startswith("best: reward 0.750; two seeds more: ")
+    (tmp_path / "mine.py").write_text("code = 'of another digest'")
+    assert best(sweep) == (
+        "best: reward 0.750: loss=gspo tracking=none, before mine changed. "
+        "Further seeds would be of the new code."
+    )
+    (tmp_path / "sweep" / job.directory / "data.json").write_text("{")
+    assert best(sweep) is not None
 
 
 def test_a_mean_of_several_evaluations_is_called_that_wherever_it_stands(tmp_path):
@@ -189,5 +214,5 @@ def test_a_mean_of_several_evaluations_is_called_that_wherever_it_stands(tmp_pat
     job = [*sweep.jobs.values()][1]
     said = "held_out pass@1 0.500 (mean of the last 2 evaluations)"
     assert ended(job, tmp_path, 2, 2, 1.0).endswith(f"{job.directory}  {said}")
-    assert (best(sweep) or "").startswith(f"best: {said}: ")
+    assert (best(sweep) or "").startswith(f"best: {said}; two seeds more: ")
     assert "held_out pass@1: the mean of the last 2 evaluations, as in pgtk compare" in table(sweep)
