@@ -77,7 +77,7 @@ def planned(compared: Compared, against: str) -> set[tuple[int, int]]:
         fitting = []
         if key in compared.keys:
             value = value if is_given else text(compared.first.values[key])
-            fitting = [group for group in bases if text(group.values[key]) == value]
+            fitting = [group for group in bases if is_typed(value, text(group.values[key]))]
         if not fitting and is_given and key in OPTION_KEYS:
             of_pair = [name for name in compared.keys if is_inside(name, key)]
             fitting = [group for group in bases if of_pair and has_typed(group, pair)]
@@ -125,6 +125,14 @@ def _refuse_nothing_to_compare(
         )
 
 
+def is_typed(typed: str, value: str) -> bool:
+    """Return whether a typed text is a value, in words; numbers in any form, such as 1e-3."""
+    try:
+        return typed == value or float(typed) == float(value)
+    except ValueError:
+        return False
+
+
 def has_typed(group: RunGroup, option: str) -> bool:
     """Return whether GROUP=OPTION was typed for every run of the group."""
     return all(
@@ -142,7 +150,7 @@ def _refuse_against(compared: Compared, against: str, is_right: bool) -> None:
     )
     if not values:
         keys_of("--against", [against], compared.keys)
-    meant = [value for value in values if value.partition("=")[2] == against]
+    meant = [value for value in values if is_typed(against, value.partition("=")[2])]
     meant = meant or [nearest(against, [*values], 0) or next(iter(values))]
     raise ConfigError(
         f"--against={against} needs what a configuration has: KEY=VALUE, or KEY alone for the "

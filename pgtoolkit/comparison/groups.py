@@ -12,7 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from pgtoolkit.comparison import measures
-from pgtoolkit.comparison.bases import first_of_sweep, has_typed, keep_best, keys_of, planned
+from pgtoolkit.comparison.bases import (
+    first_of_sweep,
+    has_typed,
+    is_typed,
+    keep_best,
+    keys_of,
+    planned,
+)
 from pgtoolkit.comparison.common_measure import (
     alters,
     asked_differently,
@@ -286,6 +293,14 @@ def _nearest_value(label: str, values: set[tuple[str, str]]) -> str:
     return f"{near}={name if value_of_label else 'NAME'}"
 
 
+def _name_in(label: str, key: str, value: str) -> str | None:
+    """Return the name that a label gives to a value; None where it names another value."""
+    if label.startswith(f"{key}={value}="):
+        return label.removeprefix(f"{key}={value}=")
+    typed, _, name = label.removeprefix(f"{key}=").partition("=")
+    return name if label.startswith(f"{key}=") and is_typed(typed, value) else None
+
+
 def _value_of_file(label: str, groups: list[RunGroup]) -> tuple[str, str] | None:
     """Return the (key, value in words) that GROUP=OPTION=NAME names, of an option that is a file of
     the user's, as in loss=clip_0.1=NAME; None where runs with it differ in other keys, too."""
@@ -316,7 +331,8 @@ def _labels(
     for label in labels:
         # Both a value and a name may hold equals signs, so the values that runs have decide where
         # the value ends.
-        matches = [(key, value) for key, value in values if label.startswith(f"{key}={value}=")]
+        names_by_value = {pair: _name_in(label, *pair) for pair in values}
+        matches = {pair: name for pair, name in names_by_value.items() if name is not None}
         of_file = None if matches else _value_of_file(label, groups)
         if not matches and of_file is None:
             listing = ", ".join(sorted(f"{key}={value}" for key, value in values))
@@ -328,7 +344,7 @@ def _labels(
             raise ConfigError(refusal(f"--label {label}", "KEY=VALUE=NAME", label, reason, use))
         named = of_file or max(matches, key=lambda pair: len(pair[1]))
         value_named = "=".join(named)
-        name = label.rpartition("=")[2] if of_file else label.removeprefix(f"{value_named}=")
+        name = label.rpartition("=")[2] if of_file else matches[named]
         before = names.setdefault(named, name)
         if before != name:
             raise ConfigError(

@@ -22,6 +22,8 @@ from pgtoolkit.config.evaluation_sets import held_out_sets, is_on, sets_beside_t
 from pgtoolkit.config.hydra_keys import key_of_single_run, keys_of_sweeps
 from pgtoolkit.config.keys import is_own_code
 from pgtoolkit.config.models import compilation
+from pgtoolkit.config.names import plain_config
+from pgtoolkit.config.own_code import with_defaults
 from pgtoolkit.config.paths import problems_of_folder
 from pgtoolkit.config.plan import computed, plan_sections
 from pgtoolkit.config.rules.executed import announce
@@ -38,8 +40,8 @@ from pgtoolkit.launch.sweep_report import count_jobs, notes_on_code
 from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings, RecordedRolloutSettings
 from pgtoolkit.runs.provenance import gpu_memory
-from pgtoolkit.runs.records import read_sweep
-from pgtoolkit.system.report import Report, key_of
+from pgtoolkit.runs.records import leaves, read_sweep
+from pgtoolkit.system.report import Report, key_of, text
 
 
 def check(
@@ -84,6 +86,7 @@ def check_sweep(
     for number, job_overrides in enumerate(config.jobs):
         sweep.runs.append(check_job(sweep, job_overrides, number))
     _name_files_of_options(sweep)
+    _note_equal_jobs(sweep)
     _check_measure(sweep)
     is_local = config.launcher is not None and config.launcher.kind == "local"
     if len(sweep.runs) == 1 and is_local:
@@ -144,6 +147,22 @@ def _name_files_of_options(sweep: Sweep) -> None:
                 problem + advice if problem.startswith(refusals) else problem
                 for problem in run.report.problems
             ]
+
+
+def _note_equal_jobs(sweep: Sweep) -> None:
+    """Note each job that is another one, but that one of them has the default of a parameter of the
+    user's code as a value of its own."""
+    known: dict[str, PlannedRun] = {}
+    for job in sweep.jobs.values():
+        config = plain_config(job.config)
+        values = {name: text(value) for name, value in with_defaults(dict(leaves(config))).items()}
+        other = known.setdefault(repr(sorted(values.items())), job)
+        if other is not job:
+            words = [word for word in other.overrides if word not in job.overrides]
+            job.report.note(
+                f"the same configuration as with {' '.join(words) or 'the defaults'}, by the "
+                "defaults of your code. Both are trained, with the same numbers: leave one out."
+            )
 
 
 def _begins(run: PlannedRun, beginnings: tuple[str, ...]) -> bool:

@@ -121,6 +121,21 @@ def test_an_option_of_a_users_file_is_a_base_by_its_name_though_runs_differ_in_i
         compare(runs, f"final:{PASS}", against="loss=clip_0.2")
 
 
+def test_a_number_is_named_in_whichever_form_it_is_typed():
+    runs = [
+        run_of([0.2, 0.3, rate + seed / 50], seed, **{"optimizer.lr": rate})
+        for rate in (0.001, 0.1, 1.0)
+        for seed in range(2)
+    ]
+    for typed, base in (("1e-3", "0.001"), ("1.0", "1"), (".10", "0.1")):
+        against = f"optimizer.lr={typed}"
+        compared = compare(runs, f"final:{PASS}", against=against, labels=["optimizer.lr=1e0=one"])
+        assert compared.groups[0].label == {"1": "one"}.get(base, base)
+        assert {group.label for group in compared.groups} == {"0.001", "0.1", "one"}
+    with pytest.raises(ConfigError, match=r"Use --against=optimizer\.lr=0\.001\.$"):
+        compare(runs, f"final:{PASS}", against="1e-3")
+
+
 def test_a_key_that_follows_the_axis_in_all_pairs_is_said_once():
     """As of sweep clip_range_optuna, whose upper bound is the lower one."""
     runs = [

@@ -384,6 +384,30 @@ def test_more_jobs_than_the_memory_of_a_gpu_holds_are_refused_with_what_fits(sma
     )
 
 
+def test_check_notes_jobs_that_only_a_written_default_of_own_code_tells_apart(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PGTK_CONFIG_DIR", str(tmp_path))
+    code = (
+        "def equal_jobs(log_ratio, advantages, low=1.0):\n    return -low * advantages * log_ratio"
+    )
+    (tmp_path / "equal_jobs_code.py").write_text(code)
+    (tmp_path / "loss").mkdir()
+    for name, low in (("same", 1), ("other", 3)):
+        option = f"{{_target_: equal_jobs_code.equal_jobs, low: {low}}}"
+        (tmp_path / f"loss/{name}.yaml").write_text(option)
+    options = "loss=equal_jobs_code.equal_jobs,same,other"
+    sweep = check_sweep([options, "seed=0,1", "aggregation=constant"])
+    assert problems(sweep) == []
+    assert len(sweep.jobs) == 6
+    assert [note for note in notes(sweep) if "same configuration" in note] == [
+        "loss=same seed=0, and 1 more: the same configuration as with "
+        "loss=equal_jobs_code.equal_jobs, by the defaults of your code. Both are trained, with the "
+        "same numbers: leave one out."
+    ]
+
+
 @pytest.mark.parametrize(
     ("override", "got"),
     [
