@@ -93,6 +93,11 @@ def adapted_layers(model: nn.Module) -> dict[str, Layer]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
+def rank_of(model: nn.Module) -> int | None:
+    """Return the rank of a model's adapters, None without any."""
+    return next((layer.r[_NAME] for layer in adapted_layers(model).values()), None)
+
+
 def adapters_of_experts(experts: nn.Module) -> dict[str, Layer]:
     """Return peft's layers of a layer's experts, by the names of the matrices that they adapt."""
     return vars(experts).get(_ADAPTERS, {})

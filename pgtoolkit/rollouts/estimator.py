@@ -62,6 +62,8 @@ class Estimator:
     shape: what happens to rewards before, and to advantages afterwards.
     path, function: for custom. function(rewards, lengths=, measures=) gets three lists with a list
         for each group, and returns the advantages as such a list.
+    gae: for gae, the settings that `of` got. The rollouts, whose settings make the advantages, have
+        to have the same.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Estimator:
     path: str | None = None
     function: Callable[..., Iterable[Iterable[float]]] | None = field(default=None, repr=False)
     shape: Shape = field(default_factory=Shape)
+    gae: AdvantageSettings | None = None
 
     def __post_init__(self) -> None:
         check_name("estimator", self.name, tuple(AdvantageEstimator))
@@ -135,7 +138,8 @@ class Estimator:
         }
         shape = Shape.of(settings)
         if name != "custom":
-            return cls(name, weights if name == "gdpo" else {}, shape=shape)
+            gae = settings if name == "gae" else None
+            return cls(name, weights if name == "gdpo" else {}, shape=shape, gae=gae)
         assert path is not None
         function = import_function("advantage", path, ("rewards",), ADVANTAGE_KEYWORDS, ESTIMATORS)
         estimator = cls(name, {}, path, function, shape)

@@ -42,6 +42,7 @@ from pgtoolkit.rollouts.saved_batches import STATE
 from pgtoolkit.rollouts.settings import (
     WITHOUT_OTHERS,
     AccumulationSettings,
+    AdvantageEstimator,
     AdvantageSettings,
     OldLogProbs,
     PolicyRolloutSettings,
@@ -181,6 +182,19 @@ class SampledRollouts(Source):
                 "estimator 'gae' and gae=AdvantageSettings(estimator='gae') need each other (got "
                 f"{self.estimator.name!r} and gae={self.gae and 'AdvantageSettings(...)'}): the "
                 "critic's values make the advantages. Use both, or neither"
+            )
+        if self.gae is not None and self.gae.estimator != "gae":
+            raise ValueError(
+                "gae needs AdvantageSettings(estimator='gae') (got "
+                f"AdvantageSettings(estimator={self.gae.estimator.value!r})): they say how the "
+                "critic's values make the advantages. Use gae=AdvantageSettings(estimator='gae')"
+            )
+        of_estimator = self.estimator.gae
+        if self.gae is not None and of_estimator is not None and of_estimator != self.gae:
+            raise ValueError(
+                f"gae needs the settings of the estimator (got {_brief(self.gae)} and, in "
+                f"Estimator.of, {_brief(of_estimator)}): it is what makes the advantages. "
+                "Use the same object in both"
             )
         if self.gae is not None and self.estimator.shape not in (Shape(), Shape.of(self.gae)):
             raise ValueError(
@@ -689,3 +703,14 @@ def _in_one_form(name: str, sampling: SamplingSettings) -> object:
     if name == "stop":
         return [*value]
     return None if name == "top_p" and value == 1 else value
+
+
+def _brief(settings: AdvantageSettings) -> str:
+    """Return settings of gae as they are typed, without what they have by default."""
+    usual = AdvantageSettings(estimator=AdvantageEstimator.none)
+    typed = [
+        f"{name}={getattr(value, 'value', value)!r}"
+        for name, value in vars(settings).items()
+        if value != getattr(usual, name)
+    ]
+    return f"AdvantageSettings({', '.join(typed)})"

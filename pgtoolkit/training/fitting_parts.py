@@ -12,7 +12,7 @@ from pgtoolkit.losses.function import FunctionFamily, reads_rewards
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.trial import trains_on_advantages_alone
-from pgtoolkit.model.lora import adapted_layers
+from pgtoolkit.model.lora import rank_of
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.ranks.environment import AXES
 from pgtoolkit.ranks.layout import Layout
@@ -91,7 +91,7 @@ def _values_of(module: ModuleOfParts, penalty: KL | None) -> dict[str, object]:
         "kl.reference": "of the module",
         "kl.target": None if adaptive is None else adaptive.target,
         "kl.update_every": module.reference_every,
-        "model.lora_rank": len(adapted_layers(module.policy.model)) or None,
+        "model.lora_rank": rank_of(module.policy.model),
         "model.dtype": str(module.policy.compute_dtype).removeprefix("torch."),
         **{f"parallelism.{axis}": module.layout.size(axis) for axis in AXES},
     }
@@ -239,8 +239,10 @@ def _check_sampled(module: ModuleOfParts, source: SampledRollouts, loader: StepL
     if module.loss.kl is None and source.adaptive_kl is not adaptive:
         _refuse(
             "adaptive_kl of a module needs a penalty, whose coefficient it is",
-            None,
+            "no penalty in the loss, and another AdaptiveKL of the rollouts"
+            if source.adaptive_kl
+            else None,
             "Nothing would have that coefficient.",
-            "Loss(..., kl=KL('k3', coefficient=...)), or penalty= and adaptive_kl= of "
-            "SampledRollouts",
+            "Loss(..., kl=KL('k3', coefficient=...)), or SampledRollouts(..., penalty=..., "
+            "adaptive_kl=module.adaptive_kl)",
         )

@@ -247,6 +247,8 @@ def loader_of(
     return StepLoader(rollouts, steps, close_on_groups, max_steps=2, share_prompts=shares_prompts)
 
 
+GAE = AdvantageSettings(estimator=AdvantageEstimator.gae)
+
 ROLLOUTS = [
     (
         {"estimator": "given"},
@@ -256,6 +258,18 @@ ROLLOUTS = [
     (
         {"gae": AdvantageSettings(estimator=AdvantageEstimator.gae)},
         r"^estimator 'gae' and gae=.*got 'dr_grpo' and",
+    ),
+    (
+        {"estimator": "gae", "gae": AdvantageSettings(estimator=AdvantageEstimator.grpo)},
+        r"^gae needs AdvantageSettings\(estimator='gae'\) \(got .*'grpo'\)\)",
+    ),
+    (
+        {
+            "estimator": Estimator("gae", gae=replace(GAE, gamma=0.5)),
+            "gae": replace(GAE, gae_lambda=0.9),
+        },
+        r"^gae needs the settings of the estimator \(got AdvantageSettings\(estimator='gae', "
+        r"gae_lambda=0.9\) and, in Estimator.of, .*gamma=0.5\)\)",
     ),
     (
         {"rollout": {"group_size": 1}},
@@ -600,6 +614,31 @@ def test_a_trainer_of_one_s_own_holds_parts_to_the_same_rules(policy):
     with pytest.raises(ConfigError, match=r"^aggregation 'prompt_mean' needs .*close_on_groups"):
         trainer.fit(module, loader_of(module))
     assert module.num_updates == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_of_more_steps_ends_with_the_last_one_of_the_loader(policy, caplog):
+    """It went on with empty epochs, without end."""
+    module = module_of(policy)
+    loader = loader_of(module)
+    trainer = lightning.Trainer(
+        max_steps=loader.max_steps + 2, accelerator="cpu", logger=False, enable_checkpointing=False
+    )
+    with caplog.at_level(logging.WARNING, "pgtoolkit"):
+        trainer.fit(module, loader)
+    assert module.num_updates == loader.max_steps
+    assert f"no step left after {loader.max_steps} updates, before" in caplog.text
+
+
+def test_the_rank_in_a_refusal_is_that_of_the_adapters(policy):
+    adapted = dataclasses.replace(policy, model=copy.deepcopy(policy.model))
+    assert isinstance(adapted.model, PreTrainedModel)
+    lora = HuggingFaceModelSettings(path=".", lora_rank=3, lora_targets=["c_attn"])
+    add_adapters(adapted.model, lora)
+    reference = dataclasses.replace(adapted, model=copy.deepcopy(adapted.model))
+    module = module_of(adapted, kl=KL("k3", 0.1), reference=reference, reference_every=2)
+    with pytest.raises(ConfigError, match=r"\(got HuggingFaceModelSettings\(lora_rank=3\)\)"):
+        check_parts(module, loader_of(module))
 
 
 @dataclasses.dataclass(frozen=True)
