@@ -53,6 +53,18 @@ _PUBLIC = {
         "training/accumulation.py": {"DynamicAccumulation": "pgtoolkit.training.accumulation."},
         "training/module.py": {"PolicyGradientModule": "pgtoolkit.training.module."},
     },
+    "Parts of a training": {
+        "losses/objective.py": {"Loss": "pgtoolkit.losses.objective."},
+        "losses/aggregation.py": {"aggregation_of": "pgtoolkit.losses.aggregation."},
+        "losses/function.py": {"FunctionLoss": "pgtoolkit.losses.function."},
+        "rollouts/estimator.py": {"Estimator": "pgtoolkit.rollouts.estimator."},
+        "rollouts/sampled.py": {"SampledRollouts": "pgtoolkit.rollouts.sampled."},
+        "rollouts/recorded.py": {"RecordedRollouts": "pgtoolkit.rollouts.recorded."},
+        "rollouts/step_loader.py": {"StepLoader": "pgtoolkit.rollouts.step_loader."},
+        "sampling/samplers.py": {"TransformersSampler": "pgtoolkit.sampling.samplers."},
+        "training/critic.py": {"with_value_head": "pgtoolkit.training.critic."},
+        "training/fit.py": {"fit": "pgtoolkit.training.fit."},
+    },
     "Experiments": {
         "experiment.py": dict.fromkeys(
             (*_CALLS, "Configuration", "Checked"), "pgtoolkit.experiment."
