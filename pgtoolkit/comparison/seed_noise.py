@@ -128,14 +128,30 @@ def _spread_of_all_pairs(samples: Sequence[Sample]) -> float | None:
 
 
 def noise_of(compared: Compared) -> SeedNoise | None:
-    """Return the noise of the value at the end of runs, or of their area where that is compared."""
+    """Return the noise of the value at the end of runs, or of their area where that is compared.
+
+    Configurations whose runs recorded the same numbers count once.
+    """
     samples = []
     for group, sample in zip(compared.groups, compared.comparisons.samples, strict=True):
         values = [run.final for run in group.reached]
         if compared.goal.measure == "area":
             values = compared.tested_values(group)
         samples.append(replace(sample, values=dict(zip(sample.values, values, strict=True))))
-    return seed_noise(samples, compared.comparisons.primary)
+    kept: dict[str, int] = {}
+    for place, sample in enumerate(samples):
+        kept.setdefault(sample.numbers or str(place), place)
+    pairs = compared.comparisons.primary
+    if pairs is not None:
+        places = {place: number for number, place in enumerate(kept.values())}
+        pairs = {
+            (places[first], places[second])
+            for first, second in (
+                [kept[samples[place].numbers or str(place)] for place in pair] for pair in pairs
+            )
+            if first != second
+        }
+    return seed_noise([samples[place] for place in kept.values()], pairs)
 
 
 def noise_sentences(

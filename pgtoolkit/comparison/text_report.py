@@ -491,21 +491,33 @@ def bound_of(compared: Compared, pair: Comparison) -> str:
     return "≥" if samples[pair.second].is_bound else ""
 
 
+_ROUNDING = 1e-9
+"""Ends of intervals that are nearer to 0 are 0 but for the rounding of their computation."""
+
+
 def difference_and_interval(
     pair: Comparison, write: Callable[[float | None], str], bound: str = ""
 ) -> tuple[str, str]:
     """Return the difference of a pair and its interval, with its sign unless it is written as 0.
 
-    The interval is a dash where there is none. write: see `number_format`. bound: the mark of the
-    difference, see `bound_of`.
+    The interval is a dash where there is none. The ends of one that does not hold 0 have their sign
+    also where they are written as 0. write: see `number_format`. bound: the mark of the difference,
+    see `bound_of`.
     """
 
     def signed(value: float) -> str:
         written = write(value)
         return f"+{written}" if value > 0 and written != write(0) else written
 
-    interval = f"[{', '.join(map(signed, pair.interval))}]" if pair.interval else "-"
-    return bound + signed(pair.difference), interval
+    if not pair.interval:
+        return bound + signed(pair.difference), "-"
+    low, high = pair.interval
+    ends = [signed(low), signed(high)]
+    if low > _ROUNDING:
+        ends = [f"+{write(low)}", f"+{write(high)}"]
+    elif high < -_ROUNDING:
+        ends = [f"-{write(abs(low))}", f"-{write(abs(high))}"]
+    return bound + signed(pair.difference), f"[{', '.join(ends)}]"
 
 
 def p_value(p: float | None) -> str:

@@ -60,13 +60,16 @@ def lines_on_seeds(checked: PlannedRun | Sweep, size: float) -> list[str]:
             )
     else:
         lowest, highest = (seeds_needed(size, [spread**2] * 2) for spread in STUDY.values())
+        anew = "check anew once two seeds of a configuration have finished"
+        if metric:
+            anew = f"those in {shell_path(folder)} end alike with every seed, with one {metric}"
         spreads = " and ".join(f"{spread:g} ({task})" for task, spread in STUDY.items())
         lines = [
             f"To find a difference of {size:g}, each configuration needs {lowest} or "
             f"{number_of_seeds(highest)} (t-test, level {LEVEL}, power {POWER}, one pair alone).",
             f"from the spreads over seeds of another model: {spreads}, final held-out pass@1 of "
-            "grpo with SmolLM2-135M in docs/study.md. Yours may be several times as large: check "
-            "anew once two seeds of a configuration have finished.",
+            "grpo with SmolLM2-135M in docs/study.md. Yours may be several times as large: "
+            f"{anew}.",
         ]
     if isinstance(checked, Sweep):
         seeds = {run.config.seed for run in checked.runs if run.composed.config is not None}
@@ -75,7 +78,9 @@ def lines_on_seeds(checked: PlannedRun | Sweep, size: float) -> list[str]:
 
 
 def _noise_of_finished_runs(checked: PlannedRun | Sweep) -> tuple[SeedNoise | None, str, Path]:
-    """Return (the noise in what a sweep's runs have recorded, the metric, the folder of the runs).
+    """Return (the noise in what a sweep's runs have recorded, the metric, the folder of the runs);
+    without a noise the folder of runs that end alike with every seed, and no metric where there are
+    no two seeds.
 
     They are those in the sweep's folder or, where there is no noise in it, those of its
     configurations that a sweep beside it has trained, as of `seed=0..4` for a sweep over two seeds.
@@ -87,6 +92,7 @@ def _noise_of_finished_runs(checked: PlannedRun | Sweep) -> tuple[SeedNoise | No
     if not isinstance(checked, Sweep) or not checked.has_folder:
         return None, "", Path()
     places = {checked.folder: [str(checked.folder)]} if checked.folder.is_dir() else {}
+    alike: tuple[SeedNoise | None, str, Path] = (None, "", Path())
     for folder, paths in (places | _trained_elsewhere(checked)).items():
         try:
             compared = compare(runs_with(None, None, paths))
@@ -95,7 +101,9 @@ def _noise_of_finished_runs(checked: PlannedRun | Sweep) -> tuple[SeedNoise | No
         noise = noise_of(compared)
         if noise is not None:
             return noise, compared.metric, folder
-    return None, "", Path()
+        if not alike[1] and any(len(group.counted) > 1 for group in compared.groups):
+            alike = (None, compared.metric, folder)
+    return alike
 
 
 def _trained_elsewhere(sweep: Sweep) -> dict[Path, list[str]]:

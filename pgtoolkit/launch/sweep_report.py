@@ -24,7 +24,7 @@ from pgtoolkit.launch.sweep import PlannedRun, Sweep
 from pgtoolkit.runs.history import EVALUATION_CODE, trained_with
 from pgtoolkit.runs.modules import COPIES
 from pgtoolkit.runs.provenance import changed_modules
-from pgtoolkit.runs.records import known_provenance, leaves
+from pgtoolkit.runs.records import known_provenance, leaves, read_status
 from pgtoolkit.runs.series import mean, ranks, without_rounding
 from pgtoolkit.system.report import key_of, plural, shell_path, shortest_path, text
 from pgtoolkit.tracking.next_commands import pgtk_command
@@ -89,7 +89,8 @@ def table(sweep: Sweep) -> str:
         value_text = "" if value is None else f"{value:z.3f}"
         seconds = f"{job.seconds:.0f}" if job.seconds else ""
         lines.append(
-            f"{job.status:<12}{job.step:>6}{seconds:>9}{value_text:>{width}}  {job.directory}"
+            f"{job.status:<12}{_steps_made(sweep, job):>6}{seconds:>9}{value_text:>{width}}  "
+            f"{job.directory}"
         )
     of_several = averaged([sweep.folder / job.directory for job in sweep.jobs.values()], metric)
     if of_several:
@@ -109,6 +110,14 @@ def table(sweep: Sweep) -> str:
             lines.append(f"  log: {shell_path(log)}")
     lines.append(count_jobs(sweep))
     return "\n".join(lines)
+
+
+def _steps_made(sweep: Sweep, job: PlannedRun) -> int:
+    """Return the steps that a job has made, with those after its last checkpoint."""
+    try:
+        return read_status(sweep.folder / job.directory).get("step", job.step)
+    except StorageError:
+        return job.step
 
 
 def count_jobs(sweep: Sweep) -> str:

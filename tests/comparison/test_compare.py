@@ -147,6 +147,22 @@ def test_no_number_that_is_written_as_0_has_a_sign(sweep):
     assert difference_and_interval(pair, short_count) == ("0", "[0, 0]")
 
 
+@pytest.mark.parametrize(
+    ("ends", "shown"),
+    [
+        ((-0.031, -0.00008), "[-0.031, -0.000]"),
+        ((0.00008, 0.031), "[+0.000, +0.031]"),
+        ((-0.031, 0.00008), "[-0.031, 0.000]"),
+        ((-0.031, -1e-17), "[-0.031, 0.000]"),
+        ((0.0, 0.031), "[0.000, +0.031]"),
+    ],
+)
+def test_an_interval_that_does_not_hold_0_has_the_same_sign_at_both_ends(sweep, ends, shown):
+    compared = compare(find_runs([str(sweep)]), "reward")
+    pair = Comparison(0, 1, (3, 3), (0.5, 0.5), True, 0.0, ends)
+    assert difference_and_interval(pair, number_format(compared))[1] == shown
+
+
 def test_runs_that_differ_only_in_the_seed_are_one_group(sweep):
     compared = compare(find_runs([str(sweep)]), "reward")
     assert compared.keys == ["loss"]

@@ -1,6 +1,7 @@
 """How far equal runs end apart and the seeds that find a difference, against simulated runs."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -8,11 +9,13 @@ from builders.refusals import refusal
 from scipy import stats
 
 from pgtoolkit.cli import main
-from pgtoolkit.comparison.seed_noise import seed_noise
+from pgtoolkit.comparison.groups import compare
+from pgtoolkit.comparison.seed_noise import noise_of, seed_noise
 from pgtoolkit.comparison.statistics import LEVEL, Sample
 from pgtoolkit.launch.check import check_sweep
 from pgtoolkit.launch.seeds_to_find import lines_on_seeds
 from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.runs.find import find_runs
 from pgtoolkit.system.report import shell_path
 
 SPREAD = 0.03
@@ -120,6 +123,28 @@ def test_compare_says_the_noise_and_the_seeds_for_three_differences(tmp_path, ca
     ) in shown
 
 
+def test_two_versions_of_code_with_the_same_numbers_count_once_in_the_noise(tmp_path):
+    for seed, (grpo, gspo) in enumerate([(0.50, 0.61), (0.56, 0.71)]):
+        write_run(tmp_path / f"a{seed}", "grpo", seed, grpo)
+        write_run(tmp_path / f"b{seed}", "gspo", seed, gspo)
+        provenance = {"step": 0, "modules": {"mine": "a" * 8}}
+        (tmp_path / f"a{seed}" / "provenance.json").write_text(json.dumps(provenance))
+    for against in (None, "loss=gspo"):
+        expected = noise_of(compare(find_runs([str(tmp_path)]), "final:exact_match"))
+        for seed, grpo in enumerate((0.50, 0.56)):
+            write_run(tmp_path / f"c{seed}", "grpo", seed, grpo)
+            provenance = {"step": 0, "modules": {"mine": "b" * 8}}
+            (tmp_path / f"c{seed}" / "provenance.json").write_text(json.dumps(provenance))
+        compared = compare(find_runs([str(tmp_path)]), "final:exact_match", against=against)
+        assert len(compared.groups) == 3
+        noise = noise_of(compared)
+        assert (noise.freedom, expected.freedom) == (2, 2)
+        assert noise.spread == pytest.approx(expected.spread, rel=1e-9)
+        assert noise.paired_spread == pytest.approx(expected.paired_spread, rel=1e-9)
+        for seed in range(2):
+            shutil.rmtree(tmp_path / f"c{seed}")
+
+
 def test_with_over_the_noise_is_that_of_seeds_at_each_value_of_the_key(tmp_path, capsys):
     finals = {
         ("grpo", 1e-3): [0.50, 0.56],
@@ -160,6 +185,16 @@ def test_check_finds_seeds_from_the_runs_of_a_sweep_or_from_the_study(tmp_path, 
     before = " ".join(capsys.readouterr().out.split())
     assert "each configuration needs 9 or 50 seeds" in before  # 0.014 and 0.035, Welch's test
     assert "this sweep has 2 seeds of each" in before
+    anew = "check anew once two seeds of a configuration have finished"
+    assert anew in before
+    for seed in range(2):
+        write_run(tmp_path / "sweep" / f"a{seed}", "grpo", seed, 0.5)
+    assert main(["check", *sweep, "--find", "0.02"]) == 0
+    alike = " ".join(capsys.readouterr().out.split())
+    assert "as large: those in " in alike
+    assert "/sweep end alike with every seed, with one exact_match." in alike
+    assert anew not in alike
+    shutil.rmtree(tmp_path / "sweep")
     for seed, (grpo, gspo) in enumerate([(0.50, 0.61), (0.56, 0.66)]):
         write_run(tmp_path / "sweep" / f"a{seed}", "grpo", seed, grpo)
         write_run(tmp_path / "sweep" / f"b{seed}", "gspo", seed, gspo)

@@ -46,6 +46,19 @@ def test_a_run_s_number_is_that_of_held_out_prompts_where_it_has_one(
     assert f"{value:.3f}  {job.directory}" in table(sweep)
 
 
+def test_the_table_has_the_steps_that_a_failed_job_made_after_its_last_checkpoint(tmp_path):
+    sweep = sweep_in(tmp_path, "loss=grpo,gspo")
+    for job in sweep.jobs.values():
+        job.status = "failed"
+        job.step = 5
+    first, second = sweep.jobs.values()
+    status = {"state": "failed", "step": 8, "saved": 5}
+    (tmp_path / first.directory / "status.json").write_text(json.dumps(status))
+    (tmp_path / second.directory / "status.json").write_text("{")
+    rows = [line.split()[:2] for line in table(sweep).splitlines() if "0.300" in line]
+    assert rows == [["failed", "8"], ["failed", "5"]]
+
+
 def test_the_table_of_a_sweep_says_which_of_its_keys_changes_the_number_itself(tmp_path):
     text = table(sweep_in(tmp_path / "a", "rollout.temperature=0.5,1"))
     assert (
