@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from pgtoolkit.config.files import sweep_files
+from pgtoolkit.errors import StorageError
 from pgtoolkit.runs.records import known_provenance, read_config, read_status
 from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.report import key_of, shortest_path
@@ -53,7 +55,9 @@ def sweep_of_file(run_dir: Path) -> tuple[list[str], list[str]]:
     name = words[1] if words[1] in sweep_files() else shortest_path(file)
     end = []
     searches = any("optuna_search" in word for word in words)
-    if searches or (file.is_file() and "optuna_search" in file.read_text(encoding="utf-8")):
+    if not searches and file.is_file():
+        searches = b"optuna_search" in file.read_bytes()
+    if searches:
         end.append("hydra/sweeper=basic")
     if (first.parent / "sweep.json").is_file():
         end.append(f"hydra.sweep.dir={shortest_path(first.parent)}")
@@ -61,11 +65,13 @@ def sweep_of_file(run_dir: Path) -> tuple[list[str], list[str]]:
 
 
 def _first_of(run_dir: Path) -> Path:
-    """Return the run that a run goes on from, if it is a branch, and that one from, and so on."""
-    parent = read_status(run_dir).get("parent")
-    while parent:
-        run_dir = Path(parent.rpartition(", step ")[0])
+    """Return the run that a run goes on from, if it is a branch, and that one from, and so on, as
+    far as their files can be read."""
+    with contextlib.suppress(StorageError):
         parent = read_status(run_dir).get("parent")
+        while parent:
+            run_dir = Path(parent.rpartition(", step ")[0])
+            parent = read_status(run_dir).get("parent")
     return run_dir
 
 

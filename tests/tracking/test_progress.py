@@ -242,6 +242,8 @@ def test_the_counterpart_of_a_job_has_what_the_sweeps_file_sets(tmp_path, monkey
     assert not has_counterpart(job)
     file.write_text(SWEEP.replace("  - _self_", "  - override hydra/sweeper: optuna_search"))
     assert "hydra/sweeper=basic" in new_run_command(job, ["loss=grpo"])
+    (job / "status.json").write_text("{")
+    assert " sweep tune.yaml " in new_run_command(job, ["loss=grpo"])
 
 
 def test_a_program_is_named_by_its_path_unless_path_has_it(monkeypatch):
