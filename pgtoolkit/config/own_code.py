@@ -157,17 +157,23 @@ def changed_defaults(
     values: Mapping[str, object], copies: Path, trained_with: Mapping
 ) -> dict[str, object]:
     """Return, in the words of `history.trained_with`, the parameters of own code that a run had at
-    their defaults, which were others in some of the versions that it has used.
+    defaults which changed: they were others in some of the versions that it has used, or a resume
+    has set the parameter.
 
     Arguments: see `with_defaults`.
     """
     typed = as_typed(values)
-    described = {}
+    set_later = as_typed(trained_with)
+    described: dict[str, object] = {}
     for changes in _defaults_over_steps(typed, copies, trained_with):
         for name in dict.fromkeys(name for _, defaults in changes for name in defaults):
             steps = spans([(step, defaults.get(name)) for step, defaults in changes], sys.maxsize)
             if len(steps) > 1 and name not in typed:
                 described[name] = in_words(steps)
+        for name, default in changes[0][1].items():
+            words = str(set_later.get(name))
+            if words.startswith("null to step "):
+                described[name] = text(default) + words.removeprefix("null")
     return described
 
 

@@ -199,11 +199,14 @@ def test_code_that_changed_before_a_resume_counts_from_its_step_on(tmp_path):
     assert seeds == {"aaaaaaaa to step 4, then bbbbbbbb": [0], "bbbbbbbb": [1]}
 
 
-def save_with_code(folder: Path, seed: int, *versions: str, **options: float) -> None:
+def save_with_code(
+    folder: Path, seed: int, *versions: str, later: dict | None = None, **options: float
+) -> None:
     """Write a run with a loss of the user's own, and the copies of its code.
 
     versions: of the code, each a letter with the default of the parameter `low` behind it, as in
         "a0.3"; the second one is that of a resume after step 4.
+    options: of the loss; later: those with which a resume after step 4 goes on.
     """
     starts = [
         {"time": "2026-01-01T00:00:00+0000", "step": step, "modules": {"mine": version[0] * 8}}
@@ -211,7 +214,8 @@ def save_with_code(folder: Path, seed: int, *versions: str, **options: float) ->
     ]
     provenance = {**starts[0], "resumed": starts[1:]}
     loss = {"name": "custom", "path": "mine.bounded", "options": options}
-    save(folder, seed, provenance=provenance, loss=loss)
+    changes = [] if later is None else [(4, {"loss": {**loss, "options": later}})]
+    save(folder, seed, *changes, provenance=provenance, loss=loss)
     (folder / "code").mkdir()
     for version in versions:
         code = f"def bounded(log_ratio, advantages, low={version[1:]}): ..."
@@ -233,6 +237,14 @@ def test_a_run_resumed_with_other_code_has_the_defaults_of_all_of_its_versions(t
     assert keys == ["loss.low"]
     assert seeds == {"0.3": [0, 1, 2], "0.3 to step 4, then 0.05": [3], "0.05": [4, 5]}
     assert [run.config["loss.low"] for run in load(tmp_path)] == [0.3, 0.3, 0.3, 0.05, 0.05, 0.05]
+
+
+def test_a_parameter_that_a_resume_has_set_had_its_default_before(tmp_path):
+    save_with_code(tmp_path / "0", 0, "a0.3")
+    save_with_code(tmp_path / "1", 1, "a0.3", later={"low": 0.5})
+    keys, seeds = keys_and_seeds(tmp_path)
+    assert keys == ["loss.low"]
+    assert seeds == {"0.3": [0], "0.3 to step 4, then 0.5": [1]}
 
 
 def test_a_run_without_a_record_of_code_or_data_differs_from_no_other_run(tmp_path):
