@@ -16,7 +16,7 @@ from pgtoolkit.training.accumulation import DynamicAccumulation
 class MyModule(DynamicAccumulation):
     def __init__(self, model, layout=ONE_PROCESS):
         super().__init__(layout, max_grad_norm=1.0)
-        self.model = model  # token ids (T,) to logits (T, V)
+        self.model = model  # token ids (T,) of a document to logits (T, V)
 
     def micro_batch_loss(self, micro_batch, totals):
         vectors = (
@@ -30,11 +30,13 @@ class MyModule(DynamicAccumulation):
             "group_index": micro_batch.group_index,
             "totals": totals,
         }
+        # The documents of a micro-batch stand one after another, and must not attend to each other.
+        # A model that takes packed documents, by micro_batch.position_ids, reads them all at once.
+        documents = micro_batch.tokens.split(list(micro_batch.document_lengths))
+        logits = torch.cat([self.model(tokens) for tokens in documents])
         # None where each document is one by itself
         sizes["trajectory_index"] = micro_batch.trajectory_index
-        return pgtoolkit.policy_loss(
-            self.model(micro_batch.tokens), *vectors, loss="grpo", metrics="basic", **sizes
-        )
+        return pgtoolkit.policy_loss(logits, *vectors, loss="grpo", metrics="basic", **sizes)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -129,6 +129,11 @@ def _in_python(message: str) -> str:
     message = re.sub(
         rf"Use pgtk -m ({quoted}(?: {quoted})*)(?=\.(?:\n|$)| for )", sweep_of, message
     )
+    message = re.sub(
+        rf"Use --config-dir=(\S+) {word}{end}",
+        lambda found: f"Use {_own_folder(found[1])}",
+        message,
+    )
     message = re.sub(rf"Use ({word}(?: {word})+){end}", separate, message)
     message = re.sub(rf"Use pgtk sweep ([\w./-]+){end}", r'Use sweep("\1")', message)
     message = re.sub(r"^pgtk (sweep|compare) needs", r"\1 needs", message)
@@ -211,7 +216,8 @@ def compose(*overrides: str) -> Configuration:
 
 
 def _refuse_no_texts(name: str, overrides: Sequence[object], use: str) -> None:
-    """Raise ConfigError for overrides that are no texts. name: of the function that got them."""
+    """Raise ConfigError for overrides that are no texts, and for flags of the command. name: of the
+    function that got them."""
     for override in overrides:
         if not isinstance(override, str):
             raise ConfigError(
@@ -223,6 +229,21 @@ def _refuse_no_texts(name: str, overrides: Sequence[object], use: str) -> None:
                     use=use,
                 )
             )
+        if override.startswith("-"):
+            flag, _, value = override.partition("=")
+            raise ConfigError(
+                refusal(
+                    setting=name,
+                    needs="overrides without flags",
+                    got=repr(override),
+                    reason="Flags are those of the command.",
+                    use=_own_folder(value or "FOLDER") if flag == "--config-dir" else use,
+                )
+            )
+
+
+def _own_folder(folder: str) -> str:
+    return f'os.environ["PGTK_CONFIG_DIR"] = "{folder}", before this call'
 
 
 def _refuse_no_path(name: str, path: object, use: str) -> None:

@@ -288,6 +288,36 @@ def test_a_command_without_the_same_call_stays_one(command):
     assert python_call(*command.split()) is None
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda flag: experiment.compose(flag, "loss=grpo"),
+        lambda flag: experiment.check({"seed": [7]}, flag),
+        lambda flag: experiment.sweep({"seed": [7]}, "loss=grpo", flag),
+    ],
+)
+def test_a_flag_of_the_command_is_refused_before_anything_is_trained(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"needs overrides without flags \(got '--config-dir=mine'"
+    ):
+        call("--config-dir=mine")
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_an_option_of_one_s_own_is_found_by_what_the_refusal_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    option = tmp_path / "mine" / "loss" / "soft.yaml"
+    option.parent.mkdir(parents=True)
+    option.write_text("defaults: [grpo]\nepsilon_low: 0.1\n")
+    with pytest.raises(ConfigError, match=r"loss=soft ") as refused:
+        experiment.compose("loss=soft")
+    folder = re.search(r'Use os.environ\["PGTK_CONFIG_DIR"\] = "(\w+)", before', str(refused.value))
+    assert folder is not None
+    monkeypatch.setenv("PGTK_CONFIG_DIR", folder[1])
+    assert experiment.compose("loss=soft")["loss.epsilon_low"] == 0.1
+
+
 def test_a_directory_that_is_occupied_is_answered_with_the_call_that_goes_on(tmp_path):
     (tmp_path / "config.yaml").touch()
     message = experiment._in_python(occupied("hydra.run.dir=x", tmp_path, "config.yaml"))

@@ -22,7 +22,8 @@ _DONE_BY_PGTK: tuple[tuple[type, str, str], ...] = (
     (
         callbacks.Checkpoint,
         "A run keeps checkpoints itself, which hold what the next step depends on.",
-        "trainer.checkpoint_every, trainer.keep_checkpoints and evaluation.best",
+        "trainer.checkpoint_every, trainer.keep_checkpoints and evaluation.best, or in Python a "
+        "lightning.Trainer of your own in the place of fit",
     ),
     (
         callbacks.GradientAccumulationScheduler,

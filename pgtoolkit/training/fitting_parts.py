@@ -131,6 +131,15 @@ def _check_groups(loss: Loss, loader: StepLoader) -> None:
             "Else a step may hold a part of a prompt's completions.",
             "close_on_groups=True",
         )
+    source = loader.source
+    if loss.needs_whole_groups and isinstance(source, RecordedRollouts) and not source.has_groups:
+        _refuse(
+            f"{compares} needs RecordedRollouts whose rows have a group_id",
+            "rows without",
+            "Each document would be a group of its own.",
+            "rows with group_id, or RecordedRolloutSettings(group_size=8) where those of a prompt "
+            "follow each other",
+        )
     if docs_per_step == 0 and (loss.needs_whole_groups or needs_first_pass(loss)):
         _refuse(
             f"{compares} needs AccumulationSettings(docs_per_step=...) above 0",

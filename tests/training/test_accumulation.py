@@ -62,9 +62,18 @@ def documents(with_trajectories: bool = False) -> list[Document]:
     return documents
 
 
-def model() -> nn.Module:
+class MeanSoFar(nn.Module):
+    """A layer that looks at the tokens before, as attention does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(0) / torch.arange(1, len(x) + 1)[:, None]
+
+
+def model(looks_back: bool = False) -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Embedding(VOCABULARY, 5), nn.Tanh(), nn.Linear(5, VOCABULARY)).double()
+    mixing = [MeanSoFar()] if looks_back else []
+    layers = [nn.Embedding(VOCABULARY, 5), *mixing, nn.Tanh(), nn.Linear(5, VOCABULARY)]
+    return nn.Sequential(*layers).double()
 
 
 def plain_training(net: nn.Module) -> list[tuple[float, float]]:
@@ -76,7 +85,7 @@ def plain_training(net: nn.Module) -> list[tuple[float, float]]:
     for first in range(0, len(LENGTHS), DOCS_PER_STEP):
         step = documents()[first : first + DOCS_PER_STEP]
         packed = pack(step)
-        logits = net(packed.tokens)
+        logits = torch.cat([net(tokens) for tokens in packed.tokens.split(packed.document_lengths)])
         vectors = (packed.labels, packed.old_log_probs, packed.advantages, packed.document_index)
         out = reference.policy_loss(logits.detach(), *vectors, **GRPO, num_documents=len(step))
         gradients = torch.autograd.grad(logits, list(net.parameters()), out.gradient)
@@ -103,10 +112,12 @@ def test_the_module_of_the_examples_trains_the_same_however_its_steps_are_cut(
         "on_train_batch_end",
         lambda self, outputs, batch, index: rows.append(outputs["metrics"]),
     )
-    expected_model = model()
+    expected_model = model(looks_back=True)
     expected = plain_training(expected_model)
     example = runpy.run_path(str(Path(__file__).parents[2] / "examples/lightning_module.py"))
-    module, trainer = example["train"](model(), documents(), DOCS_PER_STEP, max_tokens)
+    module, trainer = example["train"](
+        model(looks_back=True), documents(), DOCS_PER_STEP, max_tokens
+    )
     assert [row["num_micro_batches"] for row in rows] == counts
     assert [row["loss"] for row in rows] == pytest.approx([loss for loss, _ in expected], rel=1e-12)
     assert [row["grad_norm"] for row in rows] == pytest.approx(

@@ -616,6 +616,29 @@ def test_a_trainer_of_one_s_own_holds_parts_to_the_same_rules(policy):
     assert module.num_updates == 0
 
 
+@pytest.mark.parametrize(
+    ("of_loss", "estimator"),
+    [({"aggregation": "prompt_mean"}, "given"), ({"family": Tpo()}, "none")],
+)
+def test_recorded_rows_without_groups_are_refused_where_the_loss_compares_them(
+    policy, tmp_path, of_loss, estimator
+):
+    """prompt_mean was sample_mean, and tpo trained nothing."""
+    rows = [good_row(number, ..., advantage=0.5) for number in range(2)]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    module = module_of(policy, **of_loss)
+    for size in (None, 2):
+        settings = RecordedRolloutSettings(path=str(path), group_size=size)
+        rollouts = RecordedRollouts(settings, Estimator(estimator), None)
+        steps = AccumulationSettings(max_tokens=64)
+        loader = StepLoader(rollouts, steps, close_on_groups=True, max_steps=1)
+        if size is not None:
+            check_parts(module, loader)
+            continue
+        with pytest.raises(ConfigError, match="needs RecordedRollouts whose rows have a group_id"):
+            check_parts(module, loader)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_trainer_of_more_steps_ends_with_the_last_one_of_the_loader(policy, caplog):
     """It went on with empty epochs, without end."""
