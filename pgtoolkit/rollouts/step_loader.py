@@ -79,7 +79,6 @@ class StepLoader:
     _step_pass: int = 0
     _num_steps: int = 0
     _num_left_out_in_a_row: int = 0
-    _data_have_ended: bool = False
 
     def __post_init__(self) -> None:
         use = "AccumulationSettings(docs_per_step=64, max_tokens=8192)"
@@ -103,7 +102,6 @@ class StepLoader:
                 name = f"the documents of step {self._num_steps + 1}"
                 check_same(self.layout, name, _digest(documents))
             if not documents:
-                self._data_have_ended = True
                 return
             self._num_steps += 1
             of_pass = None
@@ -139,11 +137,6 @@ class StepLoader:
     @property
     def made_all_steps(self) -> bool:
         return self._num_steps >= self.max_steps
-
-    @property
-    def has_ended(self) -> bool:
-        """Return whether no step is left: all are made, or the data have ended."""
-        return self.made_all_steps or self._data_have_ended
 
     def _ends_batch(self) -> bool:
         """Return whether the batch of rollouts in which the last step begins has no further one, in

@@ -24,6 +24,7 @@ from pgtoolkit.ranks.agreement import gather_numbers, gather_objects
 from pgtoolkit.ranks.gradients import clip_gradients, scale_gradients, sum_gradients
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.data_metrics import data_metrics
+from pgtoolkit.training.end_of_steps import EndOfSteps
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.loss_scale import LossScale
 from pgtoolkit.training.schedulers import (
@@ -291,7 +292,7 @@ class DynamicAccumulation(lightning.LightningModule):
 
     def configure_callbacks(self) -> list[lightning.Callback]:
         """Refuse a Trainer that is to clip or to accumulate, and callbacks that would do something
-        else than they say; return no callbacks.
+        else than they say; return the one that ends a training without further steps.
 
         Lightning asks for them before it refuses both by itself, with advice that leads nowhere.
         """
@@ -311,7 +312,7 @@ class DynamicAccumulation(lightning.LightningModule):
             )
         for callback in self.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]  (set by Lightning's connector)
             self._check_callback(callback)
-        return []
+        return [] if self.at_end_of_epoch is not None else [EndOfSteps()]  # `fit` knows the end
 
     def _check_callback(self, callback: lightning.Callback) -> None:
         """Raise ValueError for a callback that would do something else than it says."""

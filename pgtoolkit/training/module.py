@@ -243,22 +243,6 @@ class PolicyGradientModule(DynamicAccumulation):
         if isinstance(loader, StepLoader):  # of a Trainer of the user's own
             check_parts(self, loader)
 
-    def on_train_epoch_end(self) -> None:
-        """End the training with the steps of the loader: a Trainer with a limit of steps alone
-        would go on with empty epochs without end."""
-        super().on_train_epoch_end()
-        loader = self.trainer.train_dataloader
-        if not isinstance(loader, StepLoader) or not loader.has_ended:
-            return
-        self.trainer.should_stop = True
-        asked = self.trainer.max_steps
-        if asked > self.trainer.global_step:
-            log.warning(
-                f"StepLoader has no step left after {self.num_updates} updates, before "
-                f"lightning.Trainer(max_steps={asked}): training ends. Use the same number in "
-                "StepLoader(..., max_steps=...), or more data."
-            )
-
     def _check_schedulers(self) -> None:
         """Raise ConfigError for a scheduler other than the one of the settings, which sets the rate
         of each update; of an optimizer of a subclass, ValueError for one that cannot be stepped."""

@@ -2,7 +2,7 @@
 the optimizers, schedulers and results of a module that are refused."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 import pgtoolkit
+from pgtoolkit.batch import Step
 from pgtoolkit.document import Document
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.losses import reference
@@ -460,3 +461,68 @@ def test_a_document_that_two_ranks_have_instead_of_another_is_refused():
     step.micro_batches[:] = [micro_batch, micro_batch]
     with pytest.raises(ValueError, match="got 2, some of them twice"):
         OwnModule().take_step(step)
+
+
+class WithoutSuper(OwnModule):
+    """Has a hook of its own, which does not call that of its class."""
+
+    def on_train_epoch_end(self):
+        pass
+
+
+@pytest.mark.parametrize("limits", [{"max_steps": 50}, {"min_epochs": 4, "max_steps": 50}])
+def test_data_that_begin_only_once_end_the_training(limits, caplog):
+    """It went on with empty epochs, without end."""
+    module = WithoutSuper()
+    trainer = lightning.Trainer(**({"max_epochs": -1} | QUIET | limits))
+    with caplog.at_level("WARNING", "pgtoolkit"):
+        trainer.fit(module, steps_once())
+    assert module.num_updates == STEPS_OF_AN_EPOCH
+    told = [message for message in caplog.messages if "no step left after 5 updates" in message]
+    assert len(told) == 1
+    assert "before lightning.Trainer(max_steps=50)" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("masked", "options", "message"),
+    [
+        (range(1, 6), {}, r"^trainer\.fit needs data with trained tokens \(got 5 steps in which"),
+        (
+            (),
+            {"min_steps": 9},
+            r"^lightning\.Trainer\(min_steps=9\) needs .*\(got 5\)\. .*min_steps=5",
+        ),
+        (
+            (),
+            {"overfit_batches": 1},
+            r"overfit_batches=1\) needs .*got a generator\).* DataLoader of",
+        ),
+    ],
+)
+def test_a_training_that_would_not_end_or_train_nothing_is_refused(masked, options, message):
+    trainer = lightning.Trainer(**({"max_epochs": -1, "max_steps": 50} | QUIET | options))
+    with pytest.raises((DataError, ValueError), match=message):
+        trainer.fit(OwnModule(), steps_once(masked))
+
+
+def test_data_without_a_step_are_refused_but_not_where_a_training_goes_on(tmp_path):
+    data = steps_once()
+    path = tmp_path / "end.ckpt"
+    trainer = lightning.Trainer(**({"max_epochs": 1} | QUIET))
+    trainer.fit(OwnModule(), data)
+    trainer.save_checkpoint(path)
+    with pytest.raises(
+        DataError, match=r"needs data with a step \(got none in an epoch.* new StepL"
+    ):
+        lightning.Trainer(**({"max_epochs": 1} | QUIET)).fit(OwnModule(), data)
+    module = OwnModule()
+    resumed = lightning.Trainer(**({"max_epochs": -1, "max_steps": 50} | QUIET))
+    resumed.fit(module, data, ckpt_path=path)
+    assert module.num_updates == STEPS_OF_AN_EPOCH
+
+
+def steps_once(masked: Sequence[int] = ()) -> Iterator[Step]:
+    """Yield the steps of an epoch. A generator gives them once."""
+    rows = documents(masked)
+    for start in range(0, len(rows), 2):
+        yield make_step(rows[start : start + 2], max_tokens=8)
