@@ -19,7 +19,12 @@ from pgtoolkit.system.child import Child, end_all, under_guard
 
 STUBBORN = """
 import os, signal, subprocess, sys, time
-signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
+
+def stay(number, frame):
+    sys.stdout.write("asked to end\\n")  # in one write: other programs append to the same file
+    sys.stdout.flush()
+
+signal.signal(signal.SIGTERM, stay)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 with open(sys.argv[1], "w") as file:
     file.write(f"{os.getpid()} {child.pid}.")
@@ -46,13 +51,17 @@ ORDERLY = """
 import signal, sys, threading, time
 from pgtoolkit.system.child import channel_to_parent, follow_parent, parent_has_ended
 
+def say(line):
+    sys.stdout.write(line + "\\n")  # in one write: other programs append to the same file
+    sys.stdout.flush()
+
 def save(number, frame):
-    print(f"saved: {parent_has_ended.is_set()}", flush=True)
+    say(f"saved: {parent_has_ended.is_set()}")
     sys.exit(7)
 
 signal.signal(signal.SIGTERM, save)
 follow_parent(channel_to_parent())
-print("begun", flush=True)
+say("begun")
 while True:
     time.sleep(0.01)
 """
