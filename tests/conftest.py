@@ -111,6 +111,17 @@ def pytest_collection_finish():
         start_server()  # with all imports of the tests, and no thread of one
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_own_code(tmp_path_factory):
+    """Forget the modules that the tests of a file have written: those of a later file may have the
+    same names."""
+    yield
+    folder = str(tmp_path_factory.getbasetemp())
+    for name, module in tuple(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(folder):
+            del sys.modules[name]
+
+
 @pytest.fixture(scope="session")
 def uri(tmp_path_factory):
     """Return the store of all tests that need none for themselves: creating it takes seconds."""
