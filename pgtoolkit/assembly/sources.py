@@ -33,7 +33,7 @@ from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.recorded_prompts import num_among
 from pgtoolkit.rollouts.recording import recording_folder
 from pgtoolkit.rollouts.sampled import SampledRollouts
-from pgtoolkit.rollouts.settings import AdvantageEstimator, PolicyRolloutSettings
+from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.rollouts.source import Source
 from pgtoolkit.sampling.copies import CopySampler
 from pgtoolkit.sampling.generation_settings import ignored_settings
@@ -166,7 +166,6 @@ def _sampled_rollouts(
             "ignored: only rollout.temperature, rollout.top_p and rollout.top_k decide how "
             "completions are sampled."
         )
-    has_critic = config.advantage.estimator == AdvantageEstimator.gae
     penalty = penalty_on_rewards(config.kl)
     return SampledRollouts(
         tokenized,
@@ -180,7 +179,6 @@ def _sampled_rollouts(
         folder,
         penalty=penalty,
         adaptive_kl=None if penalty is None else module.adaptive_kl,
-        gae=config.advantage if has_critic else None,
         correction=module.loss.correction,
         share_prompts=share_prompts,
     )
@@ -222,16 +220,17 @@ def evaluator_of(
         _note_on_sets(sets, training_task, source)
     for prompt_set in sets:
         _check_prompts(module.layout, f"evaluation set {prompt_set.name}", prompt_set.task.task)
+    sampling = replace(rollout.sampling, keep_top=0)  # nothing is trained on these completions
     if isinstance(source, SampledRollouts) and isinstance(
         source.sampler, ServerSampler | CopySampler
     ):
-        sampler = source.sampler.sampling_otherwise(rollout.sampling, source.state_dict)
+        sampler = source.sampler.sampling_otherwise(sampling, source.state_dict)
     else:
         make_sampler = functools.partial(
             _sampler, config.sampler, config.seed, config.trainer.device != "cpu"
         )
         longest_document = min(limits.values())
-        sampler = make_sampler(rollout.sampling, module, sets[0].task, longest_document, run_dir)
+        sampler = make_sampler(sampling, module, sets[0].task, longest_document, run_dir)
     return Evaluator(
         sets,
         sampler,

@@ -62,8 +62,8 @@ class Estimator:
     shape: what happens to rewards before, and to advantages afterwards.
     path, function: for custom. function(rewards, lengths=, measures=) gets three lists with a list
         for each group, and returns the advantages as such a list.
-    gae: for gae, the settings that `of` got. The rollouts, whose settings make the advantages, have
-        to have the same.
+    gae: for gae, how the values of a critic make the advantages: gamma, gae_lambda and whiten, with
+        the shape. None: as they are by default.
     """
 
     name: str
@@ -94,8 +94,44 @@ class Estimator:
                 "those of the verifiers in gdpo. Use Estimator('gdpo', weights=...), or leave them "
                 "out."
             )
+        self._check_gae()
         if self.function is not None and self.path is None:  # else `of` has checked it
             check_call(self._setting, self.function, ("rewards",), ADVANTAGE_KEYWORDS)
+
+    def _check_gae(self) -> None:
+        """Give gae the settings that it has by default; raise ValueError for other ones."""
+        if self.name != "gae":
+            if self.gae is not None:
+                raise ValueError(
+                    f"Estimator({self.name!r}) needs gae=None (got AdvantageSettings(...)). Only "
+                    "gae reads the values of a critic. Use Estimator('gae', gae=...), or leave it "
+                    "out."
+                )
+            return
+        if self.gae is None:
+            usual = AdvantageSettings(
+                estimator=AdvantageEstimator.gae,
+                reward_shift=self.shape.shift,
+                reward_scale=self.shape.scale,
+                reward_clip=self.shape.reward_clip,
+                clip_low=self.shape.clip_low,
+                clip_high=self.shape.clip_high,
+            )
+            object.__setattr__(self, "gae", usual)
+            return
+        if self.gae.estimator != AdvantageEstimator.gae:
+            raise ValueError(
+                "Estimator('gae', gae=...) needs AdvantageSettings(estimator='gae') (got "
+                f"AdvantageSettings(estimator={self.gae.estimator.value!r})). They say how the "
+                "critic's values make the advantages. Use AdvantageSettings(estimator='gae')."
+            )
+        shape = Shape.of(self.gae)
+        if self.shape not in (Shape(), shape):
+            raise ValueError(
+                f"Estimator('gae', gae=...) needs shape={shape}, that of its settings (got "
+                f"{self.shape}). Two shapes would change the same rewards. Leave shape out."
+            )
+        object.__setattr__(self, "shape", shape)
 
     @property
     def values_by_key(self) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,6 @@ from pgtoolkit.losses.corrections import Correction
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
-from pgtoolkit.rollouts.advantages import Shape
 from pgtoolkit.rollouts.batch_counts import steps_ahead, steps_before, steps_of_batch
 from pgtoolkit.rollouts.estimator import Estimator, advantages_of
 from pgtoolkit.rollouts.forward_passes import ForwardPasses, sum_of_kl
@@ -42,7 +41,6 @@ from pgtoolkit.rollouts.saved_batches import STATE
 from pgtoolkit.rollouts.settings import (
     WITHOUT_OTHERS,
     AccumulationSettings,
-    AdvantageEstimator,
     AdvantageSettings,
     OldLogProbs,
     PolicyRolloutSettings,
@@ -93,7 +91,8 @@ class SampledRollouts(Source):
     folder: the folder where each batch is recorded; None if batches are not recorded.
     penalty: on rewards, by the reference of `trained`; None: there is none.
     adaptive_kl: the coefficient of that penalty, which each batch moves; None: it stays.
-    gae: the settings with which the critic of `trained` makes advantages; None: the estimator does.
+    gae: no longer read. The estimator has these settings, which the critic's values make advantages
+        with: Estimator.of(AdvantageSettings(estimator='gae', ...), settings).
     correction: of the loss; one of the gap to the sampler reads old log-probs early.
     share_prompts: see `steps.is_sharing`.
     """
@@ -109,11 +108,17 @@ class SampledRollouts(Source):
     folder: Path | None = None
     penalty: KL | None = None
     adaptive_kl: AdaptiveKL | None = None
-    gae: AdvantageSettings | None = None
+    gae: InitVar[AdvantageSettings | None] = None
     correction: Correction | None = None
     share_prompts: AutoOrBool = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, gae: AdvantageSettings | None) -> None:
+        if gae is not None:
+            raise ValueError(
+                "SampledRollouts(gae=...) needs to be left out: the estimator has these settings. "
+                "Use Estimator.of(AdvantageSettings(estimator='gae', ...), settings), or "
+                "Estimator('gae') for what they are by default."
+            )
         self._check_parts()
         self._rollout = self.settings
         self.batch_size = self._rollout.prompts_per_batch * self._rollout.group_size
@@ -166,7 +171,7 @@ class SampledRollouts(Source):
         values |= {f"rollout.{name}": value for name, value in vars(self.settings).items()}
         values |= {f"accumulation.{name}": value for name, value in vars(self.accumulation).items()}
         if isinstance(self.sampler, TransformersSampler):
-            values["sampler.keep_top"] = self.sampler.sampling.keep_top
+            values["sampler.keep_top"] = self.sampler.sampling.kept
         return values
 
     def _check_parts(self) -> None:
@@ -177,31 +182,6 @@ class SampledRollouts(Source):
         problem = misfit(values)
         if problem is not None:
             raise ValueError(problem)
-        if (self.estimator.name == "gae") != (self.gae is not None):
-            raise ValueError(
-                "estimator 'gae' and gae=AdvantageSettings(estimator='gae') need each other (got "
-                f"{self.estimator.name!r} and gae={self.gae and 'AdvantageSettings(...)'}): the "
-                "critic's values make the advantages. Use both, or neither"
-            )
-        if self.gae is not None and self.gae.estimator != "gae":
-            raise ValueError(
-                "gae needs AdvantageSettings(estimator='gae') (got "
-                f"AdvantageSettings(estimator={self.gae.estimator.value!r})): they say how the "
-                "critic's values make the advantages. Use gae=AdvantageSettings(estimator='gae')"
-            )
-        of_estimator = self.estimator.gae
-        if self.gae is not None and of_estimator is not None and of_estimator != self.gae:
-            raise ValueError(
-                f"gae needs the settings of the estimator (got {_brief(self.gae)} and, in "
-                f"Estimator.of, {_brief(of_estimator)}): it is what makes the advantages. "
-                "Use the same object in both"
-            )
-        if self.gae is not None and self.estimator.shape not in (Shape(), Shape.of(self.gae)):
-            raise ValueError(
-                "gae=AdvantageSettings(...) needs the shape of the estimator (got "
-                f"{Shape.of(self.gae)} and {self.estimator.shape}): it is what makes the "
-                "advantages. Use Estimator('gae')"
-            )
         if self.adaptive_kl is not None and self.penalty is None:
             raise ValueError(
                 "adaptive_kl needs penalty=, whose coefficient it is (got None). Use "
@@ -416,16 +396,16 @@ class SampledRollouts(Source):
         They need the reference's or the critic's numbers of its tokens. Otherwise they are computed
         as soon as the batch is sampled.
         """
-        return self.penalty is not None or self.gae is not None
+        return self.penalty is not None or self.estimator.gae is not None
 
     def _with_late_advantages(self, documents: list[Document]) -> list[Document]:
         """Return the documents of a batch on which training begins, with their advantages."""
         penalty = self._present_penalty()
         if penalty is not None:
             documents = self._passes.with_kl_reward(documents, penalty)
-        if self.gae is not None:
+        if self.estimator.gae is not None:
             values = self._passes.measured(documents, self.trained.values)
-            documents = with_gae(documents, values, self.gae, penalty)
+            documents = with_gae(documents, values, self.estimator.gae, penalty)
         else:
             groups = in_groups(documents, self._rollout.group_size)
             advantages = advantages_of(groups, self.estimator, self.prompt)
@@ -703,14 +683,3 @@ def _in_one_form(name: str, sampling: SamplingSettings) -> object:
     if name == "stop":
         return [*value]
     return None if name == "top_p" and value == 1 else value
-
-
-def _brief(settings: AdvantageSettings) -> str:
-    """Return settings of gae as they are typed, without what they have by default."""
-    usual = AdvantageSettings(estimator=AdvantageEstimator.none)
-    typed = [
-        f"{name}={getattr(value, 'value', value)!r}"
-        for name, value in vars(settings).items()
-        if value != getattr(usual, name)
-    ]
-    return f"AdvantageSettings({', '.join(typed)})"

@@ -217,6 +217,10 @@ class VllmSamplerSettings(SamplerSettings):
     )
 
 
+_KEPT = 32
+"""Tokens of a set that truncated sampling keeps, as in a configuration."""
+
+
 @dataclass(frozen=True)
 class SamplingSettings(Settings):
     """Holds how completions are sampled, by any sampler.
@@ -226,20 +230,20 @@ class SamplingSettings(Settings):
     top_p, top_k: see `PolicyRolloutSettings`; None for all tokens.
     stop: texts that end a completion.
     keep_top: likeliest tokens that are kept with each token, or most tokens of a set that top_p or
-        top_k keeps.
+        top_k keeps. None: 32, or top_k where that is more, with top_p or top_k, and 0 otherwise.
     """
 
     max_completion_length: int | None = key(least=1, most=10**6)
     temperature: float = key(default=1.0, least=0, most=100)
     top_p: float | None = key(default=None, least=1e-6, most=1)
     stop: Sequence[str] = key(default=())
-    keep_top: int = key(default=0, least=0, most=1024)
+    keep_top: int | None = key(default=None, least=0, most=1024)
     top_k: int | None = key(default=None, least=1, most=10**6)
 
     def __post_init__(self) -> None:
         """Raise ValueError as other settings do, and for sets of kept tokens that have no room."""
         super().__post_init__()
-        if self.top_k is not None and 0 < self.keep_top < self.top_k:
+        if self.top_k is not None and 0 < self.kept < self.top_k:
             raise ValueError(
                 f"SamplingSettings(keep_top={self.keep_top}) needs at least top_k={self.top_k}, or "
                 f"0 (got {self.keep_top}). A document with more kept tokens than are recorded is "
@@ -252,13 +256,20 @@ class SamplingSettings(Settings):
         return self.top_p not in (None, 1) or self.top_k is not None
 
     @property
+    def kept(self) -> int:
+        """Return how many likeliest tokens are kept with each token: `keep_top`, or its default."""
+        if self.keep_top is not None:
+            return self.keep_top
+        return max(_KEPT, self.top_k or 0) if self.is_truncated else 0
+
+    @property
     def likeliest(self) -> int:
         """Return how many likeliest tokens a sampler gives beside each token.
 
-        They are one more than `keep_top` where sampling is truncated, so that a larger set of kept
+        They are one more than `kept` where sampling is truncated, so that a larger set of kept
         tokens is noticed.
         """
-        return self.keep_top + (self.keep_top > 0 and self.is_truncated)
+        return self.kept + (self.kept > 0 and self.is_truncated)
 
 
 OPTIONS = {

@@ -68,10 +68,11 @@ class EndOfSteps(lightning.Callback):
 def _check_overfitting(trainer: lightning.Trainer) -> None:
     """Raise ValueError for overfit_batches with data that do not begin anew with each epoch."""
     data = trainer.train_dataloader
-    if trainer.overfit_batches and isinstance(data, StepLoader | Iterator):
+    batches = trainer.overfit_batches  # pyright: ignore[reportAttributeAccessIssue]  (set by Lightning's connector)
+    if batches and isinstance(data, StepLoader | Iterator):
         name = type(data).__name__
         raise ValueError(
-            f"lightning.Trainer(overfit_batches={trainer.overfit_batches}) needs data that begin "
+            f"lightning.Trainer(overfit_batches={batches}) needs data that begin "
             f"anew with each epoch (got a {name}). Each epoch would train on further steps. Use a "
             "DataLoader of documents with collate_fn=lambda batch: make_step(batch, max_tokens), "
             "or no overfit_batches."

@@ -215,13 +215,12 @@ def _check_sampled(module: ModuleOfParts, source: SampledRollouts, loader: StepL
             "By it they keep log-probs of the sampler.",
             "SampledRollouts(..., correction=module.loss.correction)",
         )
-    if (module.critic is None) != (source.gae is None):
+    if (module.critic is None) != (source.estimator.gae is None):
         _refuse(
-            "a critic and SampledRollouts(..., gae=...) need each other",
-            f"critic={module.critic and '...'} and gae={source.gae and '...'}",
-            "What the critic learns is made with the advantages of gae.",
-            "module.add_critic(with_value_head(...), ...), Estimator('gae') and "
-            "gae=AdvantageSettings(estimator='gae'), or none of them",
+            "a critic and Estimator('gae') need each other",
+            f"critic={module.critic and '...'} and Estimator({source.estimator.name!r})",
+            "The critic learns what that estimator makes, by the critic's values.",
+            "module.add_critic(with_value_head(...), ...) with Estimator('gae'), or none of them",
         )
     if module.reference is not None and module.loss.kl is None and source.penalty is None:
         _refuse(

@@ -193,7 +193,7 @@ class PolicyGradientModule(DynamicAccumulation):
         """Train a critic together with the policy: `body`, `training.critic.with_value_head(...)`
         of a policy.
 
-        Each step's documents need values and returns, which `SampledRollouts(..., gae=...)` gives
+        Each step's documents need values and returns, which rollouts with `Estimator('gae')` give
         them. Raises ValueError for a body of another head or of other tokens, and for settings by
         which the policy would never be trained.
         """
@@ -580,7 +580,7 @@ class PolicyGradientModule(DynamicAccumulation):
         if self.critic is None:
             raise ConfigError(
                 refusal(
-                    setting="SampledRollouts(..., gae=...)",
+                    setting="Estimator('gae')",
                     needs="a critic",
                     got="None",
                     reason="The advantages of gae are made of its values.",
@@ -820,8 +820,8 @@ class PolicyGradientModule(DynamicAccumulation):
         if without and self.critic is not None:
             raise DataError(
                 f"a critic needs values and returns of every document (got none of {without[0]}). "
-                "It learns the returns. Use SampledRollouts(..., gae=...), documents with both, or "
-                "a module without add_critic."
+                "It learns the returns. Use SampledRollouts with Estimator('gae'), documents with "
+                "both, or a module without add_critic."
             )
 
     def _check_adaptive_kl(self, step: Step) -> None:

@@ -103,12 +103,9 @@ def short_loader(
         longest=rollout.max_completion_length,
         max_steps=module.max_steps,
     )
-    sampling = rollout.sampling
-    if sampling.is_truncated:
-        sampling = replace(sampling, keep_top=32)  # as in a configuration
     sampler = TransformersSampler(
         policy,
-        sampling,
+        rollout.sampling,
         TransformersSamplerSettings(static_cache=static_cache),
         is_async=rollout.max_staleness is not None,
     )

@@ -25,7 +25,7 @@ from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.settings import HuggingFaceModelSettings, NumberType
 from pgtoolkit.model.setup import build_policy
 from pgtoolkit.sampling.samplers import TransformersSampler, check_sampled
-from pgtoolkit.sampling.settings import TransformersSamplerSettings
+from pgtoolkit.sampling.settings import SamplingSettings, TransformersSamplerSettings
 
 PROMPT = [4, 8, 2, 10]
 OTHER = [9, 10]
@@ -95,8 +95,6 @@ def sampler_of(
 ) -> TransformersSampler:
     """Return a sampler. rollout: changes of ROLLOUT. settings: of the sampler."""
     sampling = replace(ROLLOUT, **rollout).sampling
-    if sampling.is_truncated:
-        sampling = replace(sampling, keep_top=32)  # as in a configuration
     chosen = TransformersSamplerSettings(**settings)
     check_sampled(policy, chosen)
     return TransformersSampler(policy, sampling, chosen, is_async)
@@ -424,3 +422,22 @@ def test_sampling_computes_the_head_in_the_number_type_of_training(folder, tmp_p
     (row,) = metrics_of(tmp_path / "run")
     assert row["clipped_ratio_fraction"] == 0
     assert (row["min_ratio_new_old"], row["max_ratio_new_old"]) == pytest.approx((1, 1), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({}, 0),
+        ({"top_p": 1.0}, 0),
+        ({"top_p": 0.9}, 32),
+        ({"top_k": 3}, 32),
+        ({"top_k": 50}, 50),
+        ({"top_p": 0.9, "keep_top": 0}, 0),
+        ({"top_p": 0.9, "keep_top": 64}, 64),
+    ],
+)
+def test_truncated_sampling_keeps_the_likeliest_tokens_as_in_a_configuration(changes, kept):
+    sampling = SamplingSettings(4, **changes)
+    assert sampling.kept == kept
+    truncated = {*changes} & {"top_p", "top_k"} and changes.get("top_p") != 1
+    assert sampling.likeliest == (kept + 1 if truncated and kept else kept)

@@ -204,7 +204,7 @@ def test_a_pipeline_has_neither_metrics_nor_a_reference(policy):
 def loader_of(
     module: PolicyGradientModule,
     estimator: Any = "dr_grpo",
-    keep_top: int = 0,
+    keep_top: int | None = None,
     rollout: dict[str, Any] = NOTHING,
     accumulation: dict[str, Any] = NOTHING,
     sampling: dict[str, Any] = NOTHING,
@@ -254,22 +254,9 @@ ROLLOUTS = [
         {"estimator": "given"},
         r"^Estimator\('given'\) needs RecordedRollouts \(got SampledRollouts\)",
     ),
-    ({"estimator": "gae"}, r"^estimator 'gae' and gae=.*got 'gae' and gae=None"),
     (
         {"gae": AdvantageSettings(estimator=AdvantageEstimator.gae)},
-        r"^estimator 'gae' and gae=.*got 'dr_grpo' and",
-    ),
-    (
-        {"estimator": "gae", "gae": AdvantageSettings(estimator=AdvantageEstimator.grpo)},
-        r"^gae needs AdvantageSettings\(estimator='gae'\) \(got .*'grpo'\)\)",
-    ),
-    (
-        {
-            "estimator": Estimator("gae", gae=replace(GAE, gamma=0.5)),
-            "gae": replace(GAE, gae_lambda=0.9),
-        },
-        r"^gae needs the settings of the estimator \(got AdvantageSettings\(estimator='gae', "
-        r"gae_lambda=0.9\) and, in Estimator.of, .*gamma=0.5\)\)",
+        r"^SampledRollouts\(gae=...\) needs to be left out: .* Use Estimator.of\(AdvantageSettings",
     ),
     (
         {"rollout": {"group_size": 1}},
@@ -312,11 +299,11 @@ ROLLOUTS = [
         r"^PolicyRolloutSettings\(max_staleness=7\) needs a sampler of is_async=True \(got False\)",
     ),
     (
-        {"rollout": {"top_k": 3, "old_log_probs": "sampling"}},
+        {"rollout": {"top_k": 3, "old_log_probs": "sampling"}, "keep_top": 0},
         r"^PolicyRolloutSettings\(old_log_probs='sampling'\) needs .* Use .*\(keep_top=32",
     ),
     (
-        {"rollout": {"top_p": 0.9}, "correction": corrections.TokenMask()},
+        {"rollout": {"top_p": 0.9}, "keep_top": 0, "correction": corrections.TokenMask()},
         r"^Loss\(correction=TokenMask\(\)\) needs SamplingSettings\(keep_top=...\) above 0 ",
     ),
     (
@@ -677,6 +664,7 @@ FITTING = [
         {"rollout": {"old_log_probs": "sampling"}, "keep_top": 4},
     ),
     ({"correction": MASK}, {"correction": MASK}),
+    ({}, {"rollout": {"top_p": 0.9, "old_log_probs": "sampling"}}),
     ({"correction": OwnMask()}, {"correction": OwnMask()}),
     (TEACHER, {"estimator": "none"}),
     (TEACHER, {"penalty": KL("k3", 0.1)}),
@@ -797,21 +785,32 @@ def test_a_critic_needs_a_head_of_one_value_and_returns(policy):
         module.add_critic(with_value_head(policy), late)
     module.add_critic(with_value_head(policy), settings)
     with pytest.raises(
-        ConfigError, match=r"^a critic and SampledRollouts\(..., gae=...\) need each"
+        ConfigError, match=r"^a critic and Estimator\('gae'\) need each .*Estimator\('dr_grpo'\)\)"
     ):
         fit(module, loader_of(module))
     with pytest.raises(DataError, match=r"^a critic needs values and returns .* none of row 4\)"):
         module.take_step(make_step(documents(), 16))
-    gae = AdvantageSettings(estimator=AdvantageEstimator.gae)
-    check_parts(module, loader_of(module, estimator="gae", gae=gae))
-    scaled = Estimator("gae", shape=SCALED)
-    with pytest.raises(
-        ValueError, match=r"^gae=AdvantageSettings\(...\) needs the shape of the est"
-    ):
-        loader_of(module, estimator=scaled, gae=gae)
+    check_parts(module, loader_of(module, estimator="gae"))
     other = module_of(policy)
-    with pytest.raises(ConfigError, match=r"^a critic and .*got critic=None and gae=..."):
-        fit(other, loader_of(other, estimator="gae", gae=gae))
+    with pytest.raises(ConfigError, match=r"^a critic and .*got critic=None and Estimator\('gae'"):
+        fit(other, loader_of(other, estimator="gae"))
+
+
+def test_the_estimator_gae_has_its_settings_and_their_shape_in_one_place():
+    clipped = replace(GAE, gamma=0.5, reward_scale=2.0)
+    rollout = PolicyRolloutSettings(max_completion_length=4)
+    assert Estimator.of(clipped, rollout) == Estimator("gae", gae=clipped)
+    assert Estimator("gae", gae=clipped).shape == Shape(scale=2.0)
+    assert Estimator("gae").gae == GAE
+    assert Estimator("gae", shape=Shape(scale=2.0)).gae == replace(GAE, reward_scale=2.0)
+    with pytest.raises(ValueError, match=r"^Estimator\('gae', gae=...\) needs shape=.*scale=2.0"):
+        Estimator("gae", gae=clipped, shape=Shape(scale=3.0))
+    with pytest.raises(
+        ValueError, match=r"needs AdvantageSettings\(estimator='gae'\) \(got .*'grpo"
+    ):
+        Estimator("gae", gae=AdvantageSettings(estimator=AdvantageEstimator.grpo))
+    with pytest.raises(ValueError, match=r"^Estimator\('grpo'\) needs gae=None"):
+        Estimator("grpo", gae=GAE)
 
 
 @pytest.mark.parametrize(
