@@ -12,7 +12,7 @@ import numpy as np
 
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.statistics import LEVEL, POWER, Comparison
-from pgtoolkit.comparison.text_report import planned, verdict
+from pgtoolkit.comparison.text_report import difference_and_interval, planned, verdict
 from pgtoolkit.runs.find import Run, find_runs
 from study import check_predictions
 
@@ -199,12 +199,11 @@ def table_rows(parts: dict[str, dict[str, Contrast]]) -> list[list[str]]:
 
 def _cells(contrast: Contrast) -> list[str]:
     """Return the difference with its interval, and the verdict with what was predicted."""
-    low, high = contrast.pair.interval or (math.nan, math.nan)
-    difference = round(contrast.pair.difference, 3) + 0.0  # no sign of a zero
+    difference, interval = difference_and_interval(contrast.pair, "{:z.3f}".format)
     is_certain = contrast.verdict != "unknown"
     found = f"**{contrast.verdict}**" if is_certain else "unknown"
     return [
-        f"{difference:+.3f} [{low:+.3f}, {high:+.3f}]",
+        f"{difference} {interval}",
         f"{found} ({contrast.predicted})",
     ]
 

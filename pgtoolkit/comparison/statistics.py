@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pgtoolkit.comparison.bootstrap import ends, resampled
 from pgtoolkit.comparison.measures import margin_of
 from pgtoolkit.runs.series import without_rounding
 
@@ -20,6 +21,9 @@ LEVEL = 0.05
 """The level of the tests: a difference whose adjusted p is below it is called more than noise.
 Intervals are made to hold the true value with a probability of 1 - LEVEL; of few seeds they do so
 less often, see HELD."""
+
+_TAILS = (LEVEL / 2, 1 - LEVEL / 2)
+"""The shares below the two ends of an interval."""
 
 HELD = {2: 50, 3: 75, 5: 85, 10: 90}
 """Seeds -> in how many of 100 cases a bootstrap interval of these holds the true value, of normal
@@ -37,9 +41,6 @@ MOST_SEEDS = 1000
 _BCA_FROM = 5
 """An interval of at least this number of values is bias-corrected and accelerated. With fewer
 values that correction would be a guess."""
-
-_RESAMPLES = 9999
-"""Resamples of each bootstrap."""
 
 
 @dataclass(frozen=True)
@@ -128,16 +129,11 @@ def _bootstrap_interval(
     mean_of: returns the means over the last axis of its argument.
     Returns None if no stratum has two values.
     """
-    strata = sample.strata.values()
+    strata = [*sample.strata.values()]
     if max((values.size for values in strata), default=0) < 2:
         return None
-    random = np.random.default_rng(0)
-    resampled = [
-        values[random.integers(values.size, size=(_RESAMPLES, values.size))] for values in strata
-    ]
-    means = mean_of(np.concatenate(resampled, axis=1))
-    low, high = np.quantile(means, [LEVEL / 2, 1 - LEVEL / 2])
-    return float(low), float(high)
+    drawn, weights = resampled(strata)
+    return ends(mean_of(np.concatenate(drawn, axis=1)), weights, _TAILS)
 
 
 @dataclass
@@ -484,26 +480,41 @@ def improvement(first: Sample, second: Sample) -> float | None:
 def _difference_interval(
     first: np.ndarray, second: np.ndarray, paired: bool
 ) -> tuple[float, float]:
-    """Return the bootstrap interval of the difference of means, the same for the same values.
+    """Return the bootstrap interval of the difference of means.
 
     It is bias-corrected and accelerated (BCa; Efron, JASA 82, 1987) if each sample has _BCA_FROM
     values, else of percentiles. HELD says how far one of few seeds can be trusted.
     """
-    from scipy.stats import bootstrap
-
     largest = max(abs(first).max(), abs(second).max())
-    resampled = bootstrap(
-        (first, second),
-        lambda x, y, axis: without_rounding(y.mean(axis) - x.mean(axis), largest),
-        paired=paired,
-        vectorized=True,
-        n_resamples=_RESAMPLES,
-        confidence_level=1 - LEVEL,
-        method="BCa" if min(first.size, second.size) >= _BCA_FROM else "percentile",
-        rng=np.random.default_rng(0),
-    )
-    low, high = resampled.confidence_interval
-    return float(low), float(high)
+    # The difference is the sum of the means of these.
+    samples = [second - first] if paired else [second, -first]
+    drawn, weights = resampled(samples)
+    differences = without_rounding(sum(values.mean(1) for values in drawn), largest)
+    shares = _TAILS
+    if min(first.size, second.size) >= _BCA_FROM:
+        shares = _corrected_tails(samples, differences, weights, largest)
+    return ends(differences, weights, shares)
+
+
+def _corrected_tails(
+    samples: list[np.ndarray], means: np.ndarray, weights: np.ndarray, largest: float
+) -> tuple[float, float]:
+    """Return the shares of the resampled sums of means that lie below the two ends of a BCa
+    interval.
+
+    means, weights: (resamples,). largest: the highest absolute value of what was subtracted.
+    """
+    from scipy.special import ndtr, ndtri
+
+    observed = sum(values.mean() for values in samples)
+    signs = np.sign(without_rounding(means - observed, largest))
+    bias = ndtri((1 - np.average(signs, weights=weights)) / 2)  # resamples equal to it count half
+    # By how much each value moves the sum of means.
+    influence = np.concatenate([(values - values.mean()) / values.size for values in samples])
+    acceleration = (influence**3).sum() / (influence**2).sum() ** 1.5 / 6
+    shifted = bias + ndtri(_TAILS)
+    low, high = ndtr(bias + shifted / (1 - acceleration * shifted))
+    return low, high
 
 
 def seeds_needed(difference: float, variances: list[float]) -> int:

@@ -491,10 +491,6 @@ def bound_of(compared: Compared, pair: Comparison) -> str:
     return "≥" if samples[pair.second].is_bound else ""
 
 
-_ROUNDING = 1e-9
-"""Ends of intervals that are nearer to 0 are 0 but for the rounding of their computation."""
-
-
 def difference_and_interval(
     pair: Comparison, write: Callable[[float | None], str], bound: str = ""
 ) -> tuple[str, str]:
@@ -513,9 +509,9 @@ def difference_and_interval(
         return bound + signed(pair.difference), "-"
     low, high = pair.interval
     ends = [signed(low), signed(high)]
-    if low > _ROUNDING:
+    if low > 0:
         ends = [f"+{write(low)}", f"+{write(high)}"]
-    elif high < -_ROUNDING:
+    elif high < 0:
         ends = [f"-{write(abs(low))}", f"-{write(abs(high))}"]
     return bound + signed(pair.difference), f"[{', '.join(ends)}]"
 

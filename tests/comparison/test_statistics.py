@@ -2,14 +2,18 @@
 rliable, published tables, values worked out by hand and simulated runs."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import scipy.stats
 
+from pgtoolkit.comparison.bootstrap import ends
 from pgtoolkit.comparison.statistics import (
     HELD,
     LEVEL,
@@ -23,6 +27,7 @@ from pgtoolkit.comparison.statistics import (
     interquartile_interval,
     interquartile_mean,
     mean_and_std,
+    mean_interval,
     seeds_needed,
 )
 from pgtoolkit.comparison.text_report import verdict
@@ -148,21 +153,106 @@ def test_a_verdict_is_by_the_adjusted_p_which_is_equal_for_equal_p():
     assert verdict(pairs[0, 1]) == verdict(pairs[1, 2]) == "unknown"
 
 
-@pytest.mark.parametrize("paired", [True, False])
-def test_an_interval_of_few_seeds_has_the_percentiles_of_all_resamples(paired):
-    """Three seeds are drawn in 27 equally likely ways, two times three in 729."""
-    first = np.array([1.0, 4.0, 9.0])
-    second = np.array([2.0, 8.0, 11.0])
-    draws = list(product(range(3), repeat=3))
+def every_mean(values: Sequence[int]) -> Counter[Fraction]:
+    """Return the means of all n^n equally likely draws of n from these values, counted exactly."""
+    sums = Counter({0: 1})
+    for _ in values:
+        further: Counter[int] = Counter()
+        for (total, count), value in product(sums.items(), values):
+            further[total + value] += count
+        sums = further
+    return Counter({Fraction(total, len(values)): count for total, count in sums.items()})
+
+
+def every_difference(
+    first: Sequence[int], second: Sequence[int], paired: bool
+) -> Counter[Fraction]:
+    """Return the differences of means of all resamples, counted exactly."""
     if paired:
-        means = [np.mean([second[i] - first[i] for i in draw]) for draw in draws]
-    else:
-        means = [second[list(a)].mean() - first[list(b)].mean() for a, b in product(draws, draws)]
-    expected = np.quantile(means, [0.025, 0.975], method="inverted_cdf")
-    assert _difference_interval(first, second, paired) == pytest.approx(tuple(expected), abs=0.35)
-    assert _difference_interval(first, second, paired) == _difference_interval(
-        first, second, paired
+        return every_mean([y - x for x, y in zip(first, second, strict=True)])
+    differences: Counter[Fraction] = Counter()
+    for (x, ways_x), (y, ways_y) in product(every_mean(first).items(), every_mean(second).items()):
+        differences[y - x] += ways_x * ways_y
+    return differences
+
+
+def quantile(counts: Counter[Fraction], share: float) -> float:
+    """Return the lowest value with at least this share of the counts at or below it."""
+    values = sorted(counts)
+    below = np.cumsum([counts[value] for value in values])
+    return float(values[np.flatnonzero(below >= share * counts.total())[0]])
+
+
+def bca_shares(samples: Sequence[Sequence[int]], counts: Counter[Fraction]) -> np.ndarray:
+    """Return the shares below the ends of a BCa interval as Efron and Tibshirani (An Introduction
+    to the Bootstrap, 14.3) have them: the acceleration by leaving out each value."""
+    observed = sum(Fraction(sum(values), len(values)) for values in samples)
+    below = sum(count for value, count in counts.items() if value < observed)
+    bias = scipy.stats.norm.ppf((below + counts[observed] / 2) / counts.total())
+    influences = []
+    for values in samples:
+        without = [np.mean(np.delete(values, place)) for place in range(len(values))]
+        moved = (np.mean(without) - without) * (len(values) - 1) / len(values)
+        influences += moved.tolist()
+    acceleration = np.sum(np.power(influences, 3)) / (6 * np.sum(np.square(influences)) ** 1.5)
+    shifted = bias + scipy.stats.norm.ppf([0.025, 0.975])
+    return scipy.stats.norm.cdf(bias + shifted / (1 - acceleration * shifted))
+
+
+SKEWED = [3, 1, 9, 5, 31, 6, 7, 2, 40, 4, 8]
+OTHERS = [2, 12, 4, 41, 9, 8, 15, 7, 5, 6, 3]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "paired"), [(3, True), (4, True), (5, True), (10, True), (3, False), (5, False)]
+)
+def test_an_interval_of_few_seeds_has_the_ends_of_all_resamples(seeds, paired):
+    first = SKEWED[:seeds]
+    second = OTHERS[:seeds]
+    counts = every_difference(first, second, paired)
+    assert counts.total() == seeds ** (seeds if paired else 2 * seeds)
+    shares = [0.025, 0.975]
+    if seeds >= 5:
+        changes = [[y - x for x, y in zip(first, second, strict=True)]]
+        shares = bca_shares(changes if paired else [second, [-x for x in first]], counts)
+    expected = tuple(quantile(counts, share) for share in shares)
+    values = np.array([first, second]) / 64
+    interval = _difference_interval(*values, paired)
+    assert np.multiply(interval, 64) == pytest.approx(expected)
+    assert _difference_interval(*values, paired) == interval
+    # Compared the other way round, the difference and both ends have the other sign.
+    assert _difference_interval(*values[::-1], paired) == pytest.approx(
+        (-interval[1], -interval[0])
     )
+
+
+def test_scipy_s_bca_interval_of_the_same_resamples_has_the_same_ends():
+    first = np.array([0.25, 0.5, 1.0, 0.125, 2.0, 0.75])
+    second = np.array([1.0, 0.25, 3.0, 0.5, 0.5, 4.0])
+    draws = (second - first)[list(product(range(6), repeat=6))]
+    # Rounded, so that resamples with the mean that was seen are equal to it.
+    expected = scipy.stats.bootstrap(
+        (second - first,),
+        lambda values, axis: values.mean(axis).round(12),
+        n_resamples=0,
+        bootstrap_result=SimpleNamespace(bootstrap_distribution=draws.mean(1).round(12)),
+    ).confidence_interval
+    assert _difference_interval(first, second, True) == pytest.approx(tuple(expected), abs=1e-9)
+
+
+def test_an_interval_has_both_values_between_which_a_share_falls():
+    assert ends(np.arange(40.0), np.ones(40), [0.025, 0.975]) == (0, 39)
+
+
+def test_the_ends_of_random_resamples_are_near_those_of_all():
+    """Eleven seeds have more different resamples than are taken."""
+    counts = every_difference(SKEWED, OTHERS, True)
+    changes = [y - x for x, y in zip(SKEWED, OTHERS, strict=True)]
+    expected = [quantile(counts, share) for share in bca_shares([changes], counts)]
+    values = np.array([SKEWED, OTHERS], float)
+    interval = _difference_interval(*values, True)
+    assert interval == pytest.approx(expected, abs=0.05 * (expected[1] - expected[0]))
+    assert _difference_interval(*values, True) == interval
 
 
 @pytest.mark.parametrize("values", [[3.0, 5.0], [3.0, 5.0, 4.0]])
@@ -251,6 +341,19 @@ def test_the_interquartile_mean_and_its_interval_are_those_of_rliable(rows, mean
     )
     assert interquartile_interval(task_sample(rows)) == pytest.approx(interval, abs=0.003)
     assert interquartile_interval(task_sample(rows[:1])) is None
+
+
+def test_the_intervals_of_few_runs_have_the_ends_of_all_resamples():
+    """Of two tasks with three runs each there are 27 x 27 resamples."""
+    rows = np.array([[0.1, 0.9], [0.4, 0.5], [0.2, 0.95]])
+    draws = [list(draw) for draw in product(range(3), repeat=3)]
+    drawn = np.array([[*rows[a, 0], *rows[b, 1]] for a, b in product(draws, draws)])
+    for interval, means in (
+        (mean_interval, drawn.mean(1)),
+        (interquartile_interval, scipy.stats.trim_mean(drawn, 0.25, axis=1)),
+    ):
+        expected = np.quantile(means, [0.025, 0.975], method="inverted_cdf")
+        assert interval(task_sample(rows)) == pytest.approx(tuple(expected))
 
 
 def test_resamples_draw_seeds_within_each_task():
