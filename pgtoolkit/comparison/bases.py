@@ -14,7 +14,7 @@ from pgtoolkit.config.keys import OPTION_KEYS, is_inside, shown
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import Run
 from pgtoolkit.runs.records import read_config, read_sweep
-from pgtoolkit.system.report import nearest, text
+from pgtoolkit.system.report import identity, nearest, text
 
 
 def keys_of(
@@ -87,7 +87,7 @@ def planned(compared: Compared, against: str) -> set[tuple[int, int]]:
     compared.axis = along if against else []
     compared.groups = bases + [group for group in compared.groups if group not in bases]
     others = [key for key in compared.keys if key not in (*along, compared.best_of)]
-    rests = [[repr(group.values[key]) for key in others] for group in compared.groups]
+    rests = [[identity(group.values[key]) for key in others] for group in compared.groups]
     after = range(len(bases), len(rests))
     if len(bases) == 1:
         pairs = {(0, j) for j in after}
@@ -166,7 +166,9 @@ def keep_best(compared: Compared, best_of: str) -> None:
     keys_of("--best-of", [best_of], compared.keys)
     chosen: dict[tuple, RunGroup] = {}
     for group in compared.groups:
-        other_values = tuple(repr(value) for key, value in group.values.items() if key != best_of)
+        other_values = tuple(
+            identity(value) for key, value in group.values.items() if key != best_of
+        )
         best = chosen.setdefault(other_values, group)
         if group is compared.first:
             compared.first = best

@@ -8,7 +8,7 @@ from pgtoolkit.comparison.compared_runs import Compared, RunGroup, learned
 from pgtoolkit.comparison.statistics import Comparison
 from pgtoolkit.config.keys import shown
 from pgtoolkit.runs.history import CODE, CONTENTS
-from pgtoolkit.system.report import text
+from pgtoolkit.system.report import identity, text
 
 _Values = tuple[object, object]
 
@@ -34,7 +34,7 @@ def beside(compared: Compared, pair: Comparison) -> dict[str, _Values]:
         for name in [*compared.keys, *compared.following]
         if name not in compared.asked and not follows(name, known)
     }
-    return {name: both for name, both in values.items() if repr(both[0]) != repr(both[1])}
+    return {name: both for name, both in values.items() if identity(both[0]) != identity(both[1])}
 
 
 def more_than_the_axis(compared: Compared, pairs: Sequence[Comparison]) -> list[str]:

@@ -27,7 +27,7 @@ from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE
 from pgtoolkit.runs.metric import OF_OWN_METRICS
 from pgtoolkit.system.declared import REQUIRED, Alters, Dictionary
 from pgtoolkit.system.functions import is_dotted_path
-from pgtoolkit.system.report import text
+from pgtoolkit.system.report import identity, text
 
 _OF_DOCUMENTS = {Alters.prompts, Alters.scores, Alters.selection, Alters.sampling, Alters.age}
 """What concerns a mean over the documents of a step."""
@@ -173,7 +173,7 @@ def measure_of(
             for name, value in sorted(measured_as(run, metric, ignore_code).items(), key=_name)
             if name not in without and (name not in _DEFAULTS or value != _DEFAULTS[name])
         ]
-        texts.add(repr(settings))
+        texts.add(identity(settings))
     return "; ".join(sorted(texts))
 
 
@@ -219,7 +219,7 @@ def differences(first: Run, second: Run, metric: str, ignore_code: bool) -> list
     for name in dict.fromkeys((*of_first, *of_second)):
         values = [_or_default(of_run, name) for of_run in (of_first, of_second)]
         is_option_s = _option_differs(name, of_first, of_second)
-        if repr(values[0]) == repr(values[1]) or name in passed or is_option_s:
+        if identity(values[0]) == identity(values[1]) or name in passed or is_option_s:
             continue
         why = _difference(name, first, second, metric, values[0])
         reasons.setdefault(why.name, why)
@@ -249,9 +249,9 @@ def asked_differently(
     for name in dict.fromkeys(name for of_run in measured for name in of_run):
         values = [_or_default(of_run, name) for of_run in measured]
         has_no_record = name.startswith((CONTENTS, CODE, EVALUATION_CODE)) and None in values
-        if name in without or (has_no_record and len({*map(repr, values)}) == 2):
+        if name in without or (has_no_record and len({*map(identity, values)}) == 2):
             continue  # a run without a record is assumed to agree with the others
-        finer = [(*of_run, repr(value)) for of_run, value in zip(classes, values, strict=True)]
+        finer = [(*of_run, identity(value)) for of_run, value in zip(classes, values, strict=True)]
         if len({*finer}) == len({*classes}):
             continue
         classes = finer

@@ -48,7 +48,7 @@ from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE
 from pgtoolkit.runs.modules import COPIES
 from pgtoolkit.runs.records import command_of_sweep
 from pgtoolkit.runs.series import final, ranks
-from pgtoolkit.system.report import nearest, refusal, shell_path, text
+from pgtoolkit.system.report import identity, nearest, refusal, shell_path, text
 
 
 def compare(
@@ -261,7 +261,7 @@ def _grouped(runs: list[Run], keys: list[str]) -> list[RunGroup]:
     by_values: dict[tuple, RunGroup] = {}
     for run in runs:
         values = {key: learned(run, key) for key in keys}
-        group = by_values.setdefault(tuple(map(repr, values.values())), RunGroup(values, []))
+        group = by_values.setdefault(tuple(map(identity, values.values())), RunGroup(values, []))
         group.runs.append(run)
     return list(by_values.values())
 
@@ -281,7 +281,7 @@ def _told_apart(
         for run in group.runs:
             of_run = next(values)
             of_group = RunGroup({**group.values, **of_run}, [])
-            divided.setdefault(f"{place} {of_run!r}", of_group).runs.append(run)
+            divided.setdefault(f"{place} {identity(of_run)}", of_group).runs.append(run)
     return [*divided.values()], [*settings[0]]
 
 
@@ -515,7 +515,7 @@ def _sample(
         key = name.removeprefix(CONTENTS)
         declared = key_named(key, config) if key in config else None
         if declared is not None and declared.fixed == POSITION:
-            prompts[name] = sorted({repr(learned(run, name)) for run in group.counted})
+            prompts[name] = sorted({identity(learned(run, name)) for run in group.counted})
     blocks_of_runs = [block_of(run, blocks) for run in group.counted]
     values = dict(zip(blocks_of_runs, compared.tested_values(group), strict=True))
     is_bound = compared.by_documents and compared.arrived(group) < len(group.counted)
@@ -564,7 +564,7 @@ def _varying(
         values = [learned(run, name) for run in runs]
         if is_not_configured(name) and None in values and len({*values}) == 2:
             continue  # a run without a record of it is assumed to agree with the others
-        texts = [repr(value) for value in values]
+        texts = [identity(value) for value in values]
         if len({*texts}) == 1:
             if all(name in run.config or name in run.trained_with for run in runs):
                 common[name] = values[0]
@@ -587,7 +587,7 @@ def _named_by_files(runs: list[Run], ignore_code: bool) -> list[Run]:
     They do where no configuration has two, and at most one has none: that is called none.
     """
     keys, _, _ = _varying(runs, (), ignore_code)
-    configurations = [tuple(repr(learned(run, key)) for key in keys) for run in runs]
+    configurations = [tuple(identity(learned(run, key)) for key in keys) for run in runs]
     naming = []
     for group in dict.fromkeys(group for run in runs for group in run.chosen):
         options = [run.chosen.get(group, "none") for run in runs]

@@ -16,7 +16,7 @@ from pgtoolkit.comparison.compared_runs import Compared, RunGroup
 from pgtoolkit.comparison.headline import in_order
 from pgtoolkit.comparison.statistics import Comparison
 from pgtoolkit.runs.find import Run
-from pgtoolkit.system.report import shell_path
+from pgtoolkit.system.report import identity, shell_path
 
 
 def without_verdict(compared: Compared, pairs: list[Comparison]) -> list[str]:
@@ -41,7 +41,7 @@ def without_verdict(compared: Compared, pairs: list[Comparison]) -> list[str]:
             continue
         trained = [key for key in compared.keys if key not in compared.asked]
         are_trained_alike = all(
-            repr(first.values[key]) == repr(second.values[key]) for key in trained
+            identity(first.values[key]) == identity(second.values[key]) for key in trained
         )
         other = "" if are_trained_alike else _common_metric(compared, first, second)
         use = f"Use --metric={other}." if other else what_to_run(first.counted[0], reasons)

@@ -12,7 +12,7 @@ from pgtoolkit.comparison.pairs import block_of
 from pgtoolkit.comparison.seed_noise import noise_of
 from pgtoolkit.runs.find import DROPPED, Run
 from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE
-from pgtoolkit.system.report import is_number, text
+from pgtoolkit.system.report import identity, is_number, text
 
 _SCALES_APART = 2
 """A note is made where the median gradient norms of two groups differ by more than this factor."""
@@ -161,7 +161,9 @@ def notes_of_equal_numbers(compared: Compared, numbers: Sequence[str | None]) ->
         if len(groups) < 2:
             continue
         keys = [
-            key for key in compared.keys if len({repr(group.values[key]) for group in groups}) > 1
+            key
+            for key in compared.keys
+            if len({identity(group.values[key]) for group in groups}) > 1
         ]
         notes.append(
             f"{' and '.join(group.label for group in groups)} recorded the same numbers to the "

@@ -10,7 +10,7 @@ from pgtoolkit.comparison.compared_runs import Compared, RunGroup, learned
 from pgtoolkit.comparison.statistics import Sample, paired_blocks
 from pgtoolkit.config.keys import shown
 from pgtoolkit.runs.find import Run
-from pgtoolkit.system.report import text
+from pgtoolkit.system.report import identity, text
 
 _MOST_NAMES = 3
 """A reason names no more configurations than this."""
@@ -18,7 +18,7 @@ _MOST_NAMES = 3
 
 def block_of(run: Run, over: Sequence[str]) -> tuple:
     """Return the values that pair a run with others: of the --over keys, and the seed."""
-    return (*(repr(learned(run, key)) for key in over), run.config["seed"])
+    return (*(identity(learned(run, key)) for key in over), run.config["seed"])
 
 
 def leave_out_unpaired(

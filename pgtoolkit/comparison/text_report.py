@@ -27,7 +27,7 @@ from pgtoolkit.comparison.statistics import (
 )
 from pgtoolkit.runs.find import HELD_OUT
 from pgtoolkit.system.columns import aligned
-from pgtoolkit.system.report import plural
+from pgtoolkit.system.report import identity, plural
 from pgtoolkit.system.terminal import output
 from pgtoolkit.tracking.progress import WIDTH, sparkline
 
@@ -147,7 +147,7 @@ def differing_keys(compared: Compared) -> list[str]:
     return [
         key
         for key in compared.keys
-        if len({repr(group.values[key]) for group in compared.groups}) > 1
+        if len({identity(group.values[key]) for group in compared.groups}) > 1
     ]
 
 

@@ -41,7 +41,7 @@ from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings, RecordedRolloutSettings
 from pgtoolkit.runs.provenance import gpu_memory
 from pgtoolkit.runs.records import leaves, read_sweep
-from pgtoolkit.system.report import Report, key_of, text
+from pgtoolkit.system.report import Report, identity, key_of
 
 
 def check(
@@ -155,8 +155,8 @@ def _note_equal_jobs(sweep: Sweep) -> None:
     known: dict[str, PlannedRun] = {}
     for job in sweep.jobs.values():
         config = plain_config(job.config)
-        values = {name: text(value) for name, value in with_defaults(dict(leaves(config))).items()}
-        other = known.setdefault(repr(sorted(values.items())), job)
+        values = with_defaults(dict(leaves(config)))
+        other = known.setdefault(identity(sorted(values.items())), job)
         if other is not job:
             words = [word for word in other.overrides if word not in job.overrides]
             job.report.note(

@@ -26,7 +26,7 @@ from pgtoolkit.runs.modules import COPIES
 from pgtoolkit.runs.provenance import changed_modules
 from pgtoolkit.runs.records import known_provenance, leaves, read_status
 from pgtoolkit.runs.series import mean, ranks, without_rounding
-from pgtoolkit.system.report import key_of, plural, shell_path, shortest_path, text
+from pgtoolkit.system.report import identity, key_of, plural, shell_path, shortest_path, text
 from pgtoolkit.tracking.next_commands import pgtk_command
 
 _RATE = "optimizer.learning_rate"
@@ -209,7 +209,7 @@ def _configuration(sweep: Sweep, job: PlannedRun) -> str:
         for name, value in with_defaults(config, copies, history).items()
         if name != "seed" and (name.startswith("evaluation.") or changes_learning(name, config))
     }
-    return repr(sorted((counting | history).items()))
+    return identity(sorted((counting | history).items()))
 
 
 def _history(sweep: Sweep, job: PlannedRun) -> dict[str, object]:
@@ -250,7 +250,7 @@ def rates_that_learn(sweep: Sweep) -> list[str]:
     for job in sweep.jobs.values():
         jobs_at.setdefault(job.config.optimizer.learning_rate, []).append(job)
         words = [word for word in _without_seed(job) if key_of(word) != _RATE]
-        others.add(repr([words, _history(sweep, job)]))
+        others.add(identity([words, _history(sweep, job)]))
     states = {job.status for job in sweep.jobs.values()}
     if len(jobs_at) < 3 or len(others) > 1 or states - {"done", "failed"}:
         return []

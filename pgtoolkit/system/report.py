@@ -119,6 +119,18 @@ def text(value: object) -> str:
     return str(value)
 
 
+def identity(value: object) -> str:
+    """Return a text that equal values have in common, such as 1 and 1.0, and others have not: true
+    is not 1, nor is the text "1"."""
+    if isinstance(value, float) and value.is_integer():
+        return repr(int(value))
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {identity(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(identity, value))}]"
+    return repr(value)
+
+
 def override(key: str, value: object) -> str:
     """Return an override in Hydra's grammar."""
     return f"{key}={in_override(value)}"

@@ -200,7 +200,7 @@ def test_code_that_changed_before_a_resume_counts_from_its_step_on(tmp_path):
 
 
 def save_with_code(
-    folder: Path, seed: int, *versions: str, later: dict | None = None, **options: float
+    folder: Path, seed: int, *versions: str, later: dict | None = None, **options: object
 ) -> None:
     """Write a run with a loss of the user's own, and the copies of its code.
 
@@ -245,6 +245,16 @@ def test_a_parameter_that_a_resume_has_set_had_its_default_before(tmp_path):
     keys, seeds = keys_and_seeds(tmp_path)
     assert keys == ["loss.low"]
     assert seeds == {"0.3": [0], "0.3 to step 4, then 0.5": [1]}
+
+
+def test_a_number_for_own_code_is_one_value_in_each_form_that_is_typed(tmp_path):
+    save_with_code(tmp_path / "0", 0, "a1.0")
+    save_with_code(tmp_path / "1", 1, "a1.0", low=1)
+    save_with_code(tmp_path / "2", 2, "a1.0", low=[2, 3])
+    save_with_code(tmp_path / "3", 3, "a1.0", low=[2.0, 3.0])
+    save_with_code(tmp_path / "4", 4, "a1.0", low=True)
+    _, seeds = keys_and_seeds(tmp_path)
+    assert sorted(seeds.values()) == [[0, 1], [2, 3], [4]]
 
 
 def test_a_run_without_a_record_of_code_or_data_differs_from_no_other_run(tmp_path):
