@@ -271,11 +271,12 @@ def problems(checked: PlannedRun | Sweep) -> list[str]:
 
 
 def notes(checked: PlannedRun | Sweep) -> list[str]:
-    """Return each note once, as `problems` does."""
+    """Return each note once, as `problems` does; of a sweep also those on code that has changed."""
     if isinstance(checked, PlannedRun):
         return list(dict.fromkeys(checked.report.notes))
     of_runs = _without_repeats(checked, [run.report.notes for run in checked.runs])
-    return [*checked.report.notes, *of_runs]
+    of_code = notes_on_code(checked) if checked.has_folder else []
+    return [*checked.report.notes, *of_runs, *of_code]
 
 
 def _without_repeats(sweep: Sweep, sentences_of_runs: list[list[str]]) -> list[str]:
@@ -373,10 +374,7 @@ def page_sections(
         sections.append(("Other runs", _plans_that_differ(checked, first)))
     if find is not None:
         sections.append(("Seeds", lines_on_seeds(checked, find)))
-    of_code = []
-    if isinstance(checked, Sweep) and checked.has_folder:
-        of_code = notes_on_code(checked)
-    sections.append(("Notes", [*notes(checked), *of_code]))
+    sections.append(("Notes", notes(checked)))
     all_problems = [*map(_checked_again, problems(checked))]
     title = f"Problems ({len(all_problems)})" if all_problems else "Problems"
     sections.append((title, all_problems or ["none"]))

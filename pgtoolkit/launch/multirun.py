@@ -52,8 +52,6 @@ def run_sweep(sweep: Sweep) -> int:
     with sweep.held():
         sweep.save()
         say(f"{sweep_report.count_jobs(sweep)}, in {sweep.folder}")
-        for note in sweep_report.notes_on_code(sweep):
-            say(f"note: {note}", error=True)
         say(sweep_report.logs(sweep))
         begun = time.monotonic()
         interrupted = None

@@ -24,7 +24,7 @@ from pgtoolkit.launch.sweep import PlannedRun, Sweep
 from pgtoolkit.runs.history import EVALUATION_CODE, trained_with
 from pgtoolkit.runs.modules import COPIES
 from pgtoolkit.runs.provenance import changed_modules
-from pgtoolkit.runs.records import known_provenance, leaves, read_status
+from pgtoolkit.runs.records import known_provenance, leaves, read_status, read_sweep
 from pgtoolkit.runs.series import mean, ranks, without_rounding
 from pgtoolkit.system.report import identity, key_of, plural, shell_path, shortest_path, text
 from pgtoolkit.tracking.next_commands import pgtk_command
@@ -130,17 +130,55 @@ def count_jobs(sweep: Sweep) -> str:
 
 
 def notes_on_code(sweep: Sweep) -> list[str]:
-    """Return a sentence on each of the user's modules that has changed since jobs were trained."""
-    trained = [job for job in sweep.jobs.values() if job.status == "done"]
-    before_change = Counter(
-        name for job in trained for name in changed_modules(sweep.folder / job.directory)
-    )
+    """Return a sentence on each of the user's modules that has changed since jobs were trained,
+    which may be done or go on."""
+    kept: Counter[str] = Counter()
+    going_on: Counter[str] = Counter()
+    for directory, status, step in _begun(sweep):
+        if _is_kept(sweep, status):
+            kept.update(changed_modules(directory))
+        elif step > 0:  # without a checkpoint a job starts anew
+            going_on.update(changed_modules(directory))
     folder = shell_path(sweep.folder.with_name(f"{sweep.folder.name}-2"))
-    return [
-        f"{name} has changed since {plural(count, 'job')} of this sweep trained with it. "
-        f"Jobs that are done are kept. Use hydra.sweep.dir={folder} to train all with the new code."
-        for name, count in before_change.items()
-    ]
+    notes = []
+    for name, count in (kept + going_on).items():
+        parts = []
+        if kept[name]:
+            verb = "is" if kept[name] == 1 else "are"
+            parts.append(f"{kept[name]} {verb} done and kept")
+        if going_on[name]:
+            verb = "goes" if going_on[name] == 1 else "go"
+            parts.append(
+                f"{going_on[name]} {verb} on with the new code after steps with the old, which "
+                "pgtk compare counts as another configuration"
+            )
+        notes.append(
+            f"{name} has changed since {plural(count, 'job')} of this sweep trained with it: "
+            f"{', '.join(parts)}. Use hydra.sweep.dir={folder} to train all with the new code."
+        )
+    return notes
+
+
+def _is_kept(sweep: Sweep, status: str) -> bool:
+    """Return whether a job of this status is not run again."""
+    return status == "done" or (status == "pruned" and sweep.config.search is not None)
+
+
+def _begun(sweep: Sweep) -> list[tuple[Path, str, int]]:
+    """Return the directory of each job, its status and its last saved step.
+
+    Those of a search are the ones that it has had in this folder, which it will draw again.
+    """
+    if sweep.config.search is None:
+        jobs = sweep.jobs.values()
+        return [(sweep.folder / job.directory, job.status, job.step) for job in jobs]
+    begun = []
+    for row in read_sweep(sweep.folder).get("jobs", []):
+        directory = sweep.folder / row["directory"]
+        status = read_status(directory)
+        step = status.get("saved", status.get("step", 0))
+        begun.append((directory, status.get("state", row["status"]), step))
+    return begun
 
 
 def next_steps(sweep: Sweep, again: bool) -> list[str]:

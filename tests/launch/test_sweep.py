@@ -16,6 +16,7 @@ from builders.runs import run as train_short
 from pgtoolkit.cli import main
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import sweep_file
+from pgtoolkit.config.launchers import Search
 from pgtoolkit.config.names import digest, plain_config
 from pgtoolkit.config.overrides import jobs
 from pgtoolkit.config.sweeps import SweepConfig, compose_sweep
@@ -177,29 +178,54 @@ def test_jobs_that_were_trained_before_a_module_of_the_users_changed_are_noted(
     (tmp_path / "mine.py").write_text("x = 1  # of a comment nothing follows\n")
     assert trained_before(sweep.folder / "job") == ""
     (tmp_path / "mine.py").write_text("x = 2\n")
-    assert notes_on_code(sweep) == [
-        "mine has changed since 1 job of this sweep trained with it. Jobs that are done are "
-        "kept. Use hydra.sweep.dir=s-2 to train all with the new code."
-    ]
+    since = "mine has changed since 1 job of this sweep trained with it: "
+    use = ". Use hydra.sweep.dir=s-2 to train all with the new code."
+    goes_on = (
+        f"{since}1 goes on with the new code after steps with the old, which pgtk compare counts "
+        f"as another configuration{use}"
+    )
+    assert notes_on_code(sweep) == [f"{since}1 is done and kept{use}"]
     expected = " It was trained before mine changed; use another directory to train anew."
     assert trained_before(sweep.folder / "job") == expected
     job.status = "pending"
     assert notes_on_code(sweep) == []
+    for job.status in ("interrupted", "failed"):
+        job.step = 0
+        assert notes_on_code(sweep) == []  # it starts anew
+        job.step = 2
+        assert notes_on_code(sweep) == [goes_on]
+    # A search makes its jobs as it goes, and draws again those that it has had.
+    job.status = "pruned"
+    sweep.save()
+    sweep.jobs.clear()
+    sweep.config = replace(sweep.config, search=Search({}, [], {}))
+    status = sweep.folder / "job" / "status.json"
+    for state, note in (("interrupted", goes_on), ("pruned", f"{since}1 is done and kept{use}")):
+        status.write_text(json.dumps({"state": state, "step": 3, "saved": 2}))
+        assert notes_on_code(sweep) == [note]
 
 
-def test_check_notes_a_module_that_changed_since_jobs_were_trained(tmp_path, monkeypatch):
+def test_check_and_the_start_note_a_module_that_changed_since_jobs_were_trained(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("x = 1\n")
-    sweep = check_sweep(["loss=grpo,gspo", "tracking=none", f"hydra.sweep.dir={tmp_path}/s"])
-    for job in sweep.jobs.values():
+    sweep = check_sweep(["seed=0,1,2,3", "tracking=none", f"hydra.sweep.dir={tmp_path}/s"])
+    states = [("done", 4), ("done", 4), ("interrupted", 2), ("failed", 3)]
+    for job, (status, step) in zip(sweep.jobs.values(), states, strict=True):
         run_dir = sweep.folder / job.directory
         run_dir.mkdir(parents=True)
         provenance = {"modules": module_digests(["mine"])}
         (run_dir / "provenance.json").write_text(json.dumps(provenance))
-        job.status = "done"
+        job.status = status
+        job.step = step
     assert "mine has changed" not in render_plan(sweep)
     (tmp_path / "mine.py").write_text("x = 2\n")
-    assert "mine has changed since 2 jobs of this sweep trained with it." in render_plan(sweep)
+    note = (
+        "mine has changed since 4 jobs of this sweep trained with it: 2 are done and kept, 2 go on "
+    )
+    assert note in render_plan(sweep)
+    assert notes(sweep)[-1].startswith(note)  # which is what the start prints
 
 
 def test_a_damaged_file_of_a_sweep_is_refused(sweep):
