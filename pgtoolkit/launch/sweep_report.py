@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pgtoolkit.config.files import sweep_files
-from pgtoolkit.config.keys import changes_learning
+from pgtoolkit.config.keys import OPTION_KEYS, changes_learning
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.new_run import with_own_options
 from pgtoolkit.config.own_code import with_defaults
@@ -27,7 +27,7 @@ from pgtoolkit.runs.provenance import changed_modules
 from pgtoolkit.runs.records import known_provenance, leaves, read_status, read_sweep
 from pgtoolkit.runs.series import mean, ranks, without_rounding
 from pgtoolkit.system.report import identity, key_of, plural, shell_path, shortest_path, text
-from pgtoolkit.tracking.next_commands import pgtk_command
+from pgtoolkit.tracking.next_commands import pgtk_command, pgtk_commands
 
 _RATE = "optimizer.learning_rate"
 _STATES = ("done", "pruned", "failed", "interrupted", "running", "pending")
@@ -198,7 +198,8 @@ def next_steps(sweep: Sweep, again: bool) -> list[str]:
 
 def best(sweep: Sweep) -> str | None:
     """Return the best configuration's number, as a mean over its seeds, and the command that trains
-    two seeds more; None where there is nothing to choose from. Where all are the same it says so.
+    two seeds more of it and of another to compare it with; None where there is nothing to choose
+    from. Where all are the same it says so.
 
     A configuration with a job that is not done has no result of equal length. Jobs that have used
     several versions of the user's code are of several configurations, as in `pgtk compare`.
@@ -223,18 +224,52 @@ def best(sweep: Sweep) -> str | None:
         return None
     if max(places) == 0:
         return _no_best(sweep, metric, next(iter(means.values())))
-    configuration = [*means][places.index(max(places))]
-    seeds = [*jobs_of[configuration].values()]
-    of_seeds = f", the mean of {len(seeds)} seeds" if len(seeds) > 1 else ""
+    ordered = [
+        [*jobs_of[configuration].values()]
+        for _, configuration in sorted(
+            zip(places, means, strict=True), key=lambda pair: pair[0], reverse=True
+        )
+    ]
+    seeds = ordered[0]
     directories = [sweep.folder / job.directory for job in seeds]
-    number = _number(metric, means[configuration], directories)
-    modules = {name for directory in directories for name in changed_modules(directory)}
+    number = _number(metric, max(means.values()), directories)
+    of_seeds = "of one seed" if len(seeds) == 1 else f"the mean of {len(seeds)} seeds"
+    modules = _changed_since(sweep, seeds)
     if modules:
         return (
-            f"best: {number}{of_seeds}: {_words_of(seeds[0])}, before {' and '.join(modules)} "
+            f"best: {number}, {of_seeds}: {_words_of(seeds[0])}, before {' and '.join(modules)} "
             "changed. Further seeds would be of the new code."
         )
-    return f"best: {number}{of_seeds}; two seeds more: {_more_seeds(sweep, seeds[0])}"
+    line = f"best: {number}, {of_seeds}; two seeds more"
+    others = [
+        each[0]
+        for each in ordered[1:]
+        if _words_of(each[0]) != _words_of(seeds[0]) and not _changed_since(sweep, each)
+    ]
+    if not others:
+        return f"{line}: {_more_seeds(sweep, [seeds[0]])}"
+    other = _to_compare_with(seeds[0], others)
+    named = " ".join(word for word in _without_seed(other) if word not in _without_seed(seeds[0]))
+    return f"{line}, also of {named} to compare it with: {_more_seeds(sweep, [seeds[0], other])}"
+
+
+def _changed_since(sweep: Sweep, jobs: Sequence[PlannedRun]) -> set[str]:
+    """Return the user's modules that are other code now than these jobs were trained with."""
+    return {name for job in jobs for name in changed_modules(sweep.folder / job.directory)}
+
+
+def _to_compare_with(best_job: PlannedRun, others: Sequence[PlannedRun]) -> PlannedRun:
+    """Return the best of the others that has another option, such as another loss; without one the
+    best of them.
+
+    others: a job of each configuration, the best one first.
+    """
+    options = _options(best_job)
+    return next((job for job in others if _options(job) != options), others[0])
+
+
+def _options(job: PlannedRun) -> list[str]:
+    return [word for word in job.overrides if key_of(word) in OPTION_KEYS]
 
 
 def _configuration(sweep: Sweep, job: PlannedRun) -> str:
@@ -328,23 +363,48 @@ def _words_of(job: PlannedRun) -> str:
     return " ".join(_without_seed(job))
 
 
-def _more_seeds(sweep: Sweep, job: PlannedRun) -> str:
-    """Return the command that trains two seeds more of a job's configuration: a sweep in the same
-    folder, in which `pgtk compare` finds them beside those that are done."""
+def _more_seeds(sweep: Sweep, jobs: Sequence[PlannedRun]) -> str:
+    """Return the command that trains two seeds more of the configurations of one or two jobs: a
+    sweep in the same folder, in which `pgtk compare` finds them beside those that are done. Where
+    the two differ in several keys there is a command for each."""
     taken = [each.config.seed for each in sweep.jobs.values()]
     for row in sweep.earlier.values():
         pairs = [override.partition("=") for override in row.get("overrides", [])]
         taken += [int(value) for key, _, value in pairs if key == "seed" and value.isdecimal()]
     seeds = f"seed={max(taken) + 1},{max(taken) + 2}"
-    words = with_own_options(sweep.folder / job.directory)
+    words = with_own_options(sweep.folder / jobs[0].directory)
     if sweep.config.sweep_file is None:
         words.append("-m")
     else:
         words = ["sweep", _name_of(sweep.config.sweep_file), *words]
         if sweep.config.search is not None:
             words.append("hydra/sweeper=basic")
+    of_launcher = [
+        override
+        for override in sweep.config.of_hydra
+        if override.startswith(("hydra/launcher=", "hydra.launcher."))
+    ]
     folder = f"hydra.sweep.dir={shortest_path(sweep.folder)}"
-    return pgtk_command(*words, *_without_seed(job), seeds, folder)
+    return pgtk_commands(
+        [
+            [*words, *overrides, seeds, *of_launcher, folder]
+            for overrides in _in_one([_without_seed(job) for job in jobs])
+        ]
+    )
+
+
+def _in_one(configurations: list[list[str]]) -> list[list[str]]:
+    """Return the overrides of one sweep over configurations that differ in the value of one key, as
+    in loss=grpo,gspo; otherwise those of each."""
+    first, last = configurations[0], configurations[-1]
+    if [*map(key_of, first)] != [*map(key_of, last)]:
+        return configurations
+    differing = [place for place, word in enumerate(first) if word != last[place]]
+    if len(differing) != 1:
+        return configurations if differing else [first]
+    place = differing[0]
+    value = last[place].partition("=")[2]
+    return [[*first[:place], f"{first[place]},{value}", *first[place + 1 :]]]
 
 
 def _name_of(file: Path) -> str:

@@ -35,6 +35,14 @@ def pgtk_command(*arguments: str) -> str:
     return call or " ".join([program("pgtk"), *map(shlex.quote, arguments)])
 
 
+def pgtk_commands(commands: Sequence[Sequence[str]]) -> str:
+    """Return commands for the shell in one line, of which each starts after the one before, or in a
+    process of OF_PYTHON calls."""
+    words = [pgtk_command(*arguments) for arguments in commands]
+    in_python = all(python_call(*arguments) for arguments in commands)
+    return ("; " if OF_PYTHON in os.environ and in_python else " && ").join(words)
+
+
 def python_call(*arguments: str) -> str | None:
     """Return the call of `pgtoolkit.experiment` that is the same as `pgtk` with these arguments;
     None where there is none."""

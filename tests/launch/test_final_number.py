@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from pgtoolkit import experiment
 from pgtoolkit.config.sweeps import compose_sweep
 from pgtoolkit.launch.check import check_sweep
 from pgtoolkit.launch.final_number import final_value, number_of, points_of
 from pgtoolkit.launch.sweep import Sweep
 from pgtoolkit.launch.sweep_report import best, ended, rates_that_learn, table
 from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.tracking.next_commands import OF_PYTHON
 
 
 def sweep_in(folder: Path, *overrides: str) -> Sweep:
@@ -105,13 +107,16 @@ def test_the_best_configuration_is_that_of_the_highest_mean_over_seeds(tmp_path)
         "loss=gspo seed=1": 0.75,
     }
     sweep = finished(tmp_path, rewards, "loss=grpo,gspo", "seed=0,1")
-    assert best(sweep).startswith("best: reward 0.625, the mean of 2 seeds; two seeds more: ")
+    assert best(sweep).startswith(
+        "best: reward 0.625, the mean of 2 seeds; two seeds more, also of loss=grpo to compare it "
+        "with: "
+    )
     words = best(sweep).split("pgtk ")[-1].split()
-    assert words[:-1] == ["-m", "loss=gspo", "tracking=none", "seed=2,3"]
+    assert words[:-1] == ["-m", "loss=gspo,grpo", "tracking=none", "seed=2,3"]
     # In the folder of the runs, beside which the new ones come.
     further = check_sweep(words[1:])
     assert further.folder.resolve() == sweep.folder
-    assert [job.status for job in further.jobs.values()] == ["pending", "pending"]
+    assert [job.status for job in further.jobs.values()] == ["pending"] * 4
     # After these, in a command of the first seeds, others are the next ones.
     sweep.earlier = {name: {"overrides": job.overrides} for name, job in further.jobs.items()}
     assert " seed=4,5 " in best(sweep)
@@ -120,6 +125,51 @@ def test_the_best_configuration_is_that_of_the_highest_mean_over_seeds(tmp_path)
         job for job in sweep.jobs.values() if job.config.seed == 1 and "gspo" in job.directory
     ).status = "pruned"
     assert best(sweep) is None  # one configuration is left
+
+
+@pytest.mark.parametrize("in_python", [False, True])
+def test_the_best_is_compared_with_the_best_of_another_loss_by_the_same_new_seeds(
+    in_python, tmp_path, monkeypatch
+):
+    rewards = {
+        "loss=grpo optimizer.learning_rate=0.001": 0.25,
+        "loss=grpo optimizer.learning_rate=0.002": 0.375,
+        "loss=gspo optimizer.learning_rate=0.001": 0.75,
+        "loss=gspo optimizer.learning_rate=0.002": 0.5,
+    }
+    sweep = finished(
+        tmp_path, rewards, "loss=grpo,gspo", "optimizer.learning_rate=0.001,0.002",
+        "hydra.launcher.n_jobs=2",
+    )  # fmt: skip
+    if in_python:
+        monkeypatch.setenv(OF_PYTHON, "1")
+    said, _, commands = (best(sweep) or "").partition(" to compare it with: ")
+    assert said == (
+        "best: reward 0.750, of one seed; two seeds more, also of loss=grpo "
+        "optimizer.learning_rate=0.002"
+    )
+    if in_python:
+        words = [eval(call, {"sweep": words_of_call}) for call in commands.split("; ")]
+    else:
+        words = [command.split("pgtk ")[-1].split() for command in commands.split(" && ")]
+    trained = set()
+    for arguments in words:
+        further = check_sweep(arguments[1:])
+        assert further.folder.resolve() == sweep.folder
+        assert further.config.launcher is not None
+        assert further.config.launcher.settings["n_jobs"] == 2
+        trained |= {
+            (job.config.loss.name, job.config.optimizer.learning_rate, job.config.seed)
+            for job in further.jobs.values()
+        }
+    assert trained == {
+        (loss, rate, seed) for loss, rate in (("gspo", 0.001), ("grpo", 0.002)) for seed in (1, 2)
+    }
+
+
+def words_of_call(grid: dict[str, list], *overrides: str) -> list[str]:
+    """Return the words of the command that is the same as a call of `sweep`."""
+    return ["-m", *experiment._sweep_words("sweep", grid, overrides)[0]]
 
 
 def test_configurations_that_only_rounding_tells_apart_have_no_best_one(tmp_path):
@@ -185,13 +235,15 @@ def test_the_best_of_a_sweep_file_is_trained_by_that_file(tmp_path):
     }
     words = best(finished(tmp_path, rewards, "loss=gspo", file="mine.yaml")).split("sweep ")[-1]
     file, *overrides = words.split()
-    expected = ["optimizer.learning_rate=0.001", "loss=gspo", "tracking=none", "seed=1,2"]
+    expected = ["optimizer.learning_rate=0.001,0.0001", "loss=gspo", "tracking=none", "seed=1,2"]
     assert overrides[:-1] == expected
     again = check_sweep(overrides, Path(file))
     assert again.folder.resolve() == tmp_path / "sweep"
-    for seed, job in enumerate(again.jobs.values(), start=1):
-        assert (job.config.trainer.max_steps, job.config.optimizer.learning_rate) == (7, 0.001)
-        assert job.config.seed == seed
+    of_jobs = [
+        (job.config.trainer.max_steps, job.config.optimizer.learning_rate, job.config.seed)
+        for job in again.jobs.values()
+    ]
+    assert of_jobs == [(7, rate, seed) for rate in (0.001, 0.0001) for seed in (1, 2)]
 
 
 def test_versions_of_code_are_several_configurations_of_which_one_may_be_best(
@@ -205,10 +257,10 @@ def test_versions_of_code_are_several_configurations_of_which_one_may_be_best(
         version = "ab"[job.config.seed] if job.config.loss.name == "gspo" else "a"
         provenance = {"step": 0, "modules": {"mine": version * 8}}
         (tmp_path / "sweep" / job.directory / "provenance.json").write_text(json.dumps(provenance))
-    assert (best(sweep) or "").startswith("best: reward 0.750; two seeds more: ")
+    assert (best(sweep) or "").startswith("best: reward 0.750, of one seed; two ")
     (tmp_path / "mine.py").write_text("code = 'of another digest'")
     assert best(sweep) == (
-        "best: reward 0.750: loss=gspo tracking=none, before mine changed. "
+        "best: reward 0.750, of one seed: loss=gspo tracking=none, before mine changed. "
         "Further seeds would be of the new code."
     )
     (tmp_path / "sweep" / job.directory / "data.json").write_text("{")
@@ -227,5 +279,5 @@ def test_a_mean_of_several_evaluations_is_called_that_wherever_it_stands(tmp_pat
     job = [*sweep.jobs.values()][1]
     said = "held_out pass@1 0.500 (mean of the last 2 evaluations)"
     assert ended(job, tmp_path, 2, 2, 1.0).endswith(f"{job.directory}  {said}")
-    assert (best(sweep) or "").startswith(f"best: {said}; two seeds more: ")
+    assert (best(sweep) or "").startswith(f"best: {said}, of one seed; two seeds ")
     assert "held_out pass@1: the mean of the last 2 evaluations, as in pgtk compare" in table(sweep)
