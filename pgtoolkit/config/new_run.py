@@ -30,13 +30,13 @@ def new_run_command(run_dir: str | Path, changes: Sequence[str]) -> str:
         if key not in left_out and key.partition(".")[0] not in left_out:
             arguments.append(override)
     sweep, end = sweep_of_file(Path(run_dir))
-    return pgtk_command(*sweep, *with_own_options(run_dir), *arguments, *end)
+    flag = own_options_flag(known_provenance(_first_of(Path(run_dir))))
+    return pgtk_command(*sweep, *flag, *arguments, *end)
 
 
-def with_own_options(run_dir: str | Path) -> list[str]:
-    """Return the flag that names the folder with the user's own options, if the run was started
-    with one."""
-    provenance = known_provenance(_first_of(Path(run_dir)))
+def own_options_flag(provenance: JsonObject) -> list[str]:
+    """Return the flag that names the folder with the user's own options, if the run of this
+    provenance was started with one."""
     folder, _ = _started_with(provenance)
     if not folder:
         return []

@@ -9,7 +9,7 @@ import os
 import pickle
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from pgtoolkit.launch.final_number import check_search, number_of, why_no_common
 from pgtoolkit.launch.jobs_on_gpus import jobs_on_gpus
 from pgtoolkit.launch.seeds_to_find import lines_on_seeds
 from pgtoolkit.launch.sweep import PlannedRun, Sweep
-from pgtoolkit.launch.sweep_report import count_jobs, notes_on_code
+from pgtoolkit.launch.sweep_report import count_jobs, in_one_folder, notes_on_code
 from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings, RecordedRolloutSettings
 from pgtoolkit.runs.provenance import gpu_memory
@@ -85,7 +85,7 @@ def check_sweep(
         sweep.report.notes += _note_other_folder(sweep)
     for number, job_overrides in enumerate(config.jobs):
         sweep.runs.append(check_job(sweep, job_overrides, number))
-    _name_files_of_options(sweep)
+    _name_sweeps_of_options(sweep)
     _note_equal_jobs(sweep)
     _check_measure(sweep)
     is_local = config.launcher is not None and config.launcher.kind == "local"
@@ -114,39 +114,66 @@ def _note_other_folder(sweep: Sweep) -> list[str]:
     return []
 
 
-def _name_files_of_options(sweep: Sweep) -> None:
+def _name_sweeps_of_options(sweep: Sweep) -> None:
     """Add to the refusal of a parameter that only code of the user's has, beside other options of a
-    sweep, how that code gets it by itself: as an option of a file."""
-    for override in sweep.runs[0].overrides:
-        name = key_of(override)
-        group, _, leaf = name.partition(".")
-        options = sweep.config.varying.get(group, ())
-        unknown = f"Unknown key {name!r}"
-        refusals = (f"{override} needs ", unknown)
-        refused = [run for run in sweep.runs if _begins(run, refusals)]
-        # Its other values are refused in the same way.
-        taking = [run.overrides for run in sweep.runs if not _begins(run, (f"{name}=", unknown))]
-        takers = [
-            option
-            for option in options
-            if is_own_code(group, option)
-            and any(f"{group}={option}" in overrides for overrides in taking)
-        ]
-        if not takers:
+    sweep, the sweeps in one folder that train each option with the parameters that it has."""
+    if not sweep.has_folder or sweep.config.search is not None:
+        return
+    for group, options in sweep.config.varying.items():
+        keys = [key_of(override) for override in sweep.runs[0].overrides]
+        parameters = [key for key in keys if key.startswith(f"{group}.")]
+        lacking: dict[tuple[str, ...], list[str]] = {}
+        for option in options:
+            runs = [run for run in sweep.runs if f"{group}={option}" in run.overrides]
+            lacks = (name for name in parameters if any(_is_refused(run, name) for run in runs))
+            lacking.setdefault(tuple(lacks), []).append(option)
+        refused = {
+            name
+            for name in parameters
+            if any(name in lacks for lacks in lacking)
+            and any(
+                name not in lacks and is_own_code(group, option)
+                for lacks, takers in lacking.items()
+                for option in takers
+            )
+        }
+        if not refused:
             continue
-        taker = takers[0]
-        others = ",".join(option for option in options if option != taker)
+        commands = [
+            [f"{key}={values}" for key, values in _typed(sweep, group, takers) if key not in lacks]
+            for lacks, takers in lacking.items()
+        ]
+        if sweep.config.sweep_file is not None:
+            commands = [["hydra.sweeper.params=null", *words] for words in commands]
         advice = (
-            f" For {taker} alone, write `_target_: {taker}` and "
-            f"`{leaf}: {override.partition('=')[2]}` "
-            f"into my_options/{group}/my_option.yaml, and use pgtk --config-dir=my_options -m "
-            f"{group}={others},my_option without {override}."
+            " To train each with what it has, use several sweeps in one folder: "
+            f"{in_one_folder(sweep, commands)}"
         )
-        for run in refused:
+        for run in sweep.runs:
             run.report.problems = [
-                problem + advice if problem.startswith(refusals) else problem
+                problem + advice if _is_of_key(problem, refused) else problem
                 for problem in run.report.problems
             ]
+
+
+def _typed(sweep: Sweep, group: str, options: list[str]) -> list[tuple[str, str]]:
+    """Return the keys of a sweep with their values as they are typed, with these options of a
+    group."""
+    values = {}
+    for override in sweep.runs[0].overrides:
+        key, _, value = override.partition("=")
+        values[key] = ",".join(sweep.config.varying.get(key_of(override), [value]))
+    return [*(values | {group: ",".join(options)}).items()]
+
+
+def _is_of_key(problem: str, names: Collection[str]) -> bool:
+    """Return whether a problem refuses one of these keys."""
+    return any(problem.startswith((f"{name}=", f"Unknown key {name!r}")) for name in names)
+
+
+def _is_refused(run: PlannedRun, name: str) -> bool:
+    """Return whether a run is refused because of a key."""
+    return any(_is_of_key(problem, [name]) for problem in run.report.problems)
 
 
 def _note_equal_jobs(sweep: Sweep) -> None:
@@ -163,11 +190,6 @@ def _note_equal_jobs(sweep: Sweep) -> None:
                 f"the same configuration as with {' '.join(words) or 'the defaults'}, by the "
                 "defaults of your code. Both are trained, with the same numbers: leave one out."
             )
-
-
-def _begins(run: PlannedRun, beginnings: tuple[str, ...]) -> bool:
-    """Return whether a problem of a run begins in one of these ways."""
-    return any(problem.startswith(beginnings) for problem in run.report.problems)
 
 
 def _check_measure(sweep: Sweep) -> None:

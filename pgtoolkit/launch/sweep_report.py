@@ -9,7 +9,7 @@ from pathlib import Path
 from pgtoolkit.config.files import sweep_files
 from pgtoolkit.config.keys import OPTION_KEYS, changes_learning
 from pgtoolkit.config.names import plain_config
-from pgtoolkit.config.new_run import with_own_options
+from pgtoolkit.config.new_run import own_options_flag
 from pgtoolkit.config.own_code import with_defaults
 from pgtoolkit.errors import StorageError
 from pgtoolkit.launch.final_number import (
@@ -372,25 +372,29 @@ def _more_seeds(sweep: Sweep, jobs: Sequence[PlannedRun]) -> str:
         pairs = [override.partition("=") for override in row.get("overrides", [])]
         taken += [int(value) for key, _, value in pairs if key == "seed" and value.isdecimal()]
     seeds = f"seed={max(taken) + 1},{max(taken) + 2}"
-    words = with_own_options(sweep.folder / jobs[0].directory)
+    configurations = _in_one([_without_seed(job) for job in jobs])
+    return in_one_folder(sweep, [[*overrides, seeds] for overrides in configurations])
+
+
+def in_one_folder(sweep: Sweep, overrides: Sequence[Sequence[str]]) -> str:
+    """Return the commands of sweeps in the folder of this one, by its launcher.
+
+    overrides: of each command.
+    """
+    words = own_options_flag({"command": sweep.command})
     if sweep.config.sweep_file is None:
         words.append("-m")
     else:
         words = ["sweep", _name_of(sweep.config.sweep_file), *words]
         if sweep.config.search is not None:
             words.append("hydra/sweeper=basic")
-    of_launcher = [
+    end = [
         override
         for override in sweep.config.of_hydra
         if override.startswith(("hydra/launcher=", "hydra.launcher."))
     ]
-    folder = f"hydra.sweep.dir={shortest_path(sweep.folder)}"
-    return pgtk_commands(
-        [
-            [*words, *overrides, seeds, *of_launcher, folder]
-            for overrides in _in_one([_without_seed(job) for job in jobs])
-        ]
-    )
+    end.append(f"hydra.sweep.dir={shortest_path(sweep.folder)}")
+    return pgtk_commands([[*words, *of_command, *end] for of_command in overrides])
 
 
 def _in_one(configurations: list[list[str]]) -> list[list[str]]:

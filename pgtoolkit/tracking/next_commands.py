@@ -45,8 +45,22 @@ def pgtk_commands(commands: Sequence[Sequence[str]]) -> str:
 
 def python_call(*arguments: str) -> str | None:
     """Return the call of `pgtoolkit.experiment` that is the same as `pgtk` with these arguments;
-    None where there is none."""
-    first, rest = arguments[0], arguments[1:]
+    None where there is none. A folder with options of the user's own is set before the call."""
+    flag = "--config-dir="
+    folders = [word.removeprefix(flag) for word in arguments if word.startswith(flag)]
+    words = [word for word in arguments if not word.startswith(flag)]
+    call = _call_of(words[0], words[1:]) if words else None
+    if call is None or not folders:
+        return call
+    return f"{of_own_folder(folders[0])}; {call}"
+
+
+def of_own_folder(folder: str) -> str:
+    """Return the statement that is in Python what --config-dir is for the command."""
+    return f'os.environ["PGTK_CONFIG_DIR"] = {json.dumps(folder)}'
+
+
+def _call_of(first: str, rest: Sequence[str]) -> str | None:
     are_overrides = all(map(_is_override, rest))
     if first == "compare" and len(rest) == 1:
         return f"compare({json.dumps(rest[0])})"
@@ -57,7 +71,7 @@ def python_call(*arguments: str) -> str | None:
     if first == "-m" and are_overrides:
         return _sweep_call(rest)
     if _is_override(first) and are_overrides:
-        return f"train(compose({', '.join(map(json.dumps, arguments))}))"
+        return f"train(compose({', '.join(map(json.dumps, [first, *rest]))}))"
     return None
 
 
@@ -66,10 +80,10 @@ def _is_override(word: str) -> bool:
 
 
 def _sweep_call(overrides: Sequence[str]) -> str | None:
-    """Return the call that trains a sweep of these overrides; None where their values are written
-    in another way than as a list or a range.
+    """Return the call that trains a sweep of these overrides; None without any.
 
     Keys of several values stand before the others, by which the sweep's folder keeps its name.
+    Values that are no list of words or range stand there as they are typed.
     """
     grid = []
     others = []
@@ -81,9 +95,13 @@ def _sweep_call(overrides: Sequence[str]) -> str | None:
         elif re.fullmatch(r"[\w./:@+-]+(,[\w./:@+-]+)+", values):
             grid.append(f"{json.dumps(key)}: [{', '.join(map(_literal, values.split(',')))}]")
         elif "," in re.sub(r"\[[^\]]*\]", "", values):
-            return None
+            grid.append(f"{json.dumps(key)}: {json.dumps(values)}")
         else:
             others.append(json.dumps(override))
+    if not grid and others:
+        key, _, value = overrides[0].partition("=")
+        grid = [f"{json.dumps(key)}: {json.dumps(value)}"]
+        others = others[1:]
     return f"sweep({', '.join(['{' + ', '.join(grid) + '}', *others])})" if grid else None
 
 
