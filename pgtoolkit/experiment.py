@@ -22,7 +22,6 @@ import functools
 import json
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Real
@@ -48,6 +47,7 @@ from pgtoolkit.config.sweeps import compose_sweep
 from pgtoolkit.errors import ConfigError, PgtoolkitError, as_storage_error
 from pgtoolkit.launch import check as checking
 from pgtoolkit.launch.apart import call_apart
+from pgtoolkit.launch.in_python import before_the_call, in_python
 from pgtoolkit.launch.start import in_directory, refused, start, start_or_continue
 from pgtoolkit.runs import find
 from pgtoolkit.runs.records import leaves
@@ -55,7 +55,6 @@ from pgtoolkit.system.functions import is_of_session, not_in_file
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import in_override, in_words, key_of, refusal, text
 from pgtoolkit.system.safe_text import escaped, legible
-from pgtoolkit.tracking.next_commands import python_call
 
 __all__ = [
     "CONFIG_DIRECTORY",
@@ -93,7 +92,7 @@ def _refusing_as_the_command(function: Callable[Arguments, Result]) -> Callable[
         except OSError as error:
             raise _shown_alone(as_storage_error(error)) from error
         except PgtoolkitError as error:
-            error.args = (_in_python(str(error)),)
+            error.args = (in_python(str(error)),)
             _shown_alone(error)
             raise
 
@@ -104,50 +103,6 @@ def _shown_alone(error: PgtoolkitError) -> PgtoolkitError:
     """Return the error, of which IPython now shows the message alone."""
     vars(error)["_render_traceback_"] = lambda: [legible(redact(in_words(error)))]
     return error
-
-
-def _in_python(message: str) -> str:
-    """Return a message of the command with overrides as Python types them where it says to use
-    several, a sweep or another directory: `"loss=gspo", "seed=1"`,
-    `sweep({"loss": ["grpo", "gspo"]})` and `train(config, "outputs/OTHER")`."""
-
-    def sweep_of(match: re.Match[str]) -> str:
-        call = python_call("-m", *shlex.split(match[1]))
-        return f"Use {call}" if call else match[0]
-
-    def separate(match: re.Match[str]) -> str:
-        return f"Use {', '.join(map(json.dumps, match[1].split()))}"
-
-    word = r"[\w./@+~-]+=[\w./@+,()-]+"
-    quoted = rf"(?:{word}|'{word}')"
-    end = r"(?=\.(?:\n|$))"
-    message = re.sub(
-        r"Use another directory, or \S*pgtk resume [^\n]*",
-        'Use train(config, "outputs/OTHER").',
-        message,
-    )
-    message = re.sub(
-        rf"Use pgtk -m ({quoted}(?: {quoted})*)(?=\.(?:\n|$)| for )", sweep_of, message
-    )
-    message = re.sub(
-        rf"Use --config-dir=(\S+) {word}{end}",
-        lambda found: f"Use {_own_folder(found[1])}",
-        message,
-    )
-    message = re.sub(rf"Use ({word}(?: {word})+){end}", separate, message)
-    message = re.sub(rf"Use pgtk sweep ([\w./-]+){end}", r'Use sweep("\1")', message)
-    message = re.sub(r"^pgtk (sweep|compare) needs", r"\1 needs", message)
-    message = re.sub(r"^(?:pgtk )?(compare|load) (\S+) needs", r'\1("\2") needs', message)
-    message = re.sub(
-        r"Use pgtk resume (\S+) to continue that run, pgtk continue \S+ in a script[^,]*",
-        r'Use train(config, "\1") to continue that run',
-        message,
-    )
-    message = message.replace("needs -m (got several values)", "needs a sweep (got several values)")
-    message = re.sub(r"Use pgtk check\.$", "Use check(config).", message)
-    return message.replace(
-        "Use seed=0,1,2 for three, or pgtk without -m", 'Use "seed": [0, 1, 2] for three, or train'
-    )
 
 
 _OPTIONS = "metric|best-of|reach|over|against|margin"
@@ -237,13 +192,9 @@ def _refuse_no_texts(name: str, overrides: Sequence[object], use: str) -> None:
                     needs="overrides without flags",
                     got=repr(override),
                     reason="Flags are those of the command.",
-                    use=_own_folder(value or "FOLDER") if flag == "--config-dir" else use,
+                    use=before_the_call(value or "FOLDER") if flag == "--config-dir" else use,
                 )
             )
-
-
-def _own_folder(folder: str) -> str:
-    return f'os.environ["PGTK_CONFIG_DIR"] = "{folder}", before this call'
 
 
 def _refuse_no_path(name: str, path: object, use: str) -> None:
@@ -298,11 +249,11 @@ def check(config: Configuration | Grid | str | Path, *overrides: str) -> Checked
 
 def _checked(overrides: list[str], multirun: bool, file: Path | None) -> Checked:
     checked = checking.check(overrides, multirun, file)
-    problems = [*map(_in_python, checking.problems(checked))]
+    problems = [*map(in_python, checking.problems(checked))]
     sections = [
-        (title, [*map(_in_python, lines)]) for title, lines in checking.page_sections(checked)
+        (title, [*map(in_python, lines)]) for title, lines in checking.page_sections(checked)
     ]
-    return Checked(sections, problems, [*map(_in_python, checking.notes(checked))])
+    return Checked(sections, problems, [*map(in_python, checking.notes(checked))])
 
 
 @_refusing_as_the_command
@@ -398,7 +349,7 @@ def _sweep_words(
         typed = [*str(grid).split(), *overrides]
         train_or_check = "train" if name == "sweep" else name
         single = f"{train_or_check}(compose({', '.join(map(json.dumps, typed))}))"
-        several = _in_python(f"Use pgtk -m {' '.join(typed)}.")[len("Use ") : -1]
+        several = in_python(f"Use pgtk -m {' '.join(typed)}.")[len("Use ") : -1]
         raise ConfigError(
             refusal(
                 setting=name,
@@ -411,7 +362,7 @@ def _sweep_words(
     try:
         file = sweep_file(str(grid))
     except ConfigError as error:
-        message = _in_python(str(error)).removeprefix("sweep")
+        message = in_python(str(error)).removeprefix("sweep")
         error.args = (f"{name}{message.replace('Use sweep(', f'Use {name}(')}",)
         raise
     return [*overrides], file, ["pgtk", "sweep", str(grid), *overrides]

@@ -25,7 +25,9 @@ import pgtoolkit
 from pgtoolkit import experiment
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, StorageError
+from pgtoolkit.launch import start
 from pgtoolkit.launch.apart import call_apart
+from pgtoolkit.launch.in_python import in_python
 from pgtoolkit.launch.ranks import train_job
 from pgtoolkit.runs.directory import RunDirectory, occupied
 from pgtoolkit.runs.records import leaves, read_provenance, read_status
@@ -230,6 +232,19 @@ def test_a_folder_is_a_sequence_of_runs_that_can_be_compared(two_runs):
             lambda runs: experiment.compose("seed=1-3"),
             r'Use sweep\(\{"seed": range\(1, 4\)\}\)\.$',
         ),
+        (
+            lambda runs: experiment.compose("loss=mine.Loss", "loss.tau=0.1,0.2"),
+            r'Use sweep\(\{"loss.tau": \[0.1, 0.2\]\}\)\.$',
+        ),
+        (
+            lambda runs: experiment.compose("task.path=a,b.jsonl"),
+            r'Use sweep\(\{"task.path": \["a", "b.jsonl"\]\}, "task=prompts"\), or '
+            r""""task=prompts", "task.path='a,b.jsonl'" for one value\.$""",
+        ),
+        (
+            lambda runs: experiment.train(experiment.compose("hydra.launcher.n_jobs=2")),
+            r'Use sweep\(grid, "hydra.launcher.n_jobs=2"\), or leave it out\.$',
+        ),
         (lambda runs: experiment.compare("none_here"), r'^compare\("none_here"\) needs'),
         (lambda runs: experiment.load("none_here"), r'^load\("none_here"\) needs'),
         (
@@ -248,6 +263,8 @@ def test_messages_say_what_to_use_as_python_types_it(two_runs, call, message):
     [
         ("-m loss=grpo,gspo seed=1 x.y=0.5,1e-6", "-m loss=grpo,gspo x.y=0.5,1e-06 seed=1"),
         ("-m seed=range(1,4) x=[1,2]", "-m seed=1,2,3 x=[1,2]"),
+        ("-m y=1 x=[1,2],[3]", "-m x=[1,2],[3] y=1"),
+        ("-m loss=grpo y=1", "-m loss=grpo y=1"),
         ("sweep sweeps/mine.yaml seed=3", "sweep sweeps/mine.yaml seed=3"),
         ("resume 'my runs/first'", "continue 'my runs/first' loss=gspo"),
         ("loss=grpo seed=1", "loss=grpo seed=1"),
@@ -274,12 +291,36 @@ def test_a_command_becomes_the_call_that_is_the_same(command, meant, monkeypatch
     assert pgtk_command(*words).endswith(f"pgtk {shlex.join(words)}")
 
 
+def test_a_folder_of_options_is_set_before_the_call(monkeypatch):
+    call = python_call("--config-dir=my options", "-m", "loss=soft,grpo")
+    assert call is not None
+    called = []
+    environment = SimpleNamespace(environ={})
+
+    def sweep(grid: dict) -> None:
+        called.append((environment.environ["PGTK_CONFIG_DIR"], grid))
+
+    exec(call, {"os": environment, "sweep": sweep})
+    assert called == [("my options", {"loss": ["soft", "grpo"]})]
+
+
+def test_notes_of_a_process_that_python_has_started_say_what_to_write_there(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(start, "run_sweep", lambda checked: 0)
+    words = ["-m", "seed=3", "tracking=none", f"hydra.sweep.dir={tmp_path}/s"]
+    for called_from, use in (("", "seed=0,1,2 for three, or pgtk"), ("1", '"seed": [0, 1, 2]')):
+        if called_from:
+            monkeypatch.setenv(OF_PYTHON, called_from)
+        assert start.start(words, None, ["pgtk", *words]) == 0
+        assert f"Use {use}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "command",
     [
         "resume outputs/first trainer.max_steps=6",
-        "-m x=[1,2],[3]",
-        "--config-dir=mine loss=grpo",
+        "-m hydra.sweep.dir=x",
         "ui",
         "compare a --margin=0.02",
     ],
@@ -320,7 +361,7 @@ def test_an_option_of_one_s_own_is_found_by_what_the_refusal_says(tmp_path, monk
 
 def test_a_directory_that_is_occupied_is_answered_with_the_call_that_goes_on(tmp_path):
     (tmp_path / "config.yaml").touch()
-    message = experiment._in_python(occupied("hydra.run.dir=x", tmp_path, "config.yaml"))
+    message = in_python(occupied("hydra.run.dir=x", tmp_path, "config.yaml"))
     assert message.endswith(
         f'Use train(config, "{tmp_path}") to continue that run, or another directory.'
     )

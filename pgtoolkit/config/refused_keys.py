@@ -23,6 +23,7 @@ from pgtoolkit.config.keys import (
 from pgtoolkit.config.meant_keys import option_meant, overrides_meant, spelled, with_value
 from pgtoolkit.config.meant_values import value_meant
 from pgtoolkit.config.overrides import Unreadable
+from pgtoolkit.config.own_code import parameter_key
 from pgtoolkit.config.refusals import as_typed, sentence_of
 from pgtoolkit.config.repaired_words import elsewhere, reason_of, use_for
 from pgtoolkit.config.schema import default_options
@@ -124,6 +125,8 @@ def _as_sweep_or_one(override: Override, config: DictConfig, groups: Groups) -> 
         return [as_sweep]
     if name in groups:
         return [option_meant(config, name, written.split(","), groups)]
+    if parameter_key(name, config) != name:
+        return [as_sweep]
     key = key_named(name, config) or next((key for key in KEYS if key.name == name), None)
     if key is None or key.name != name:
         values = [part.strip() for part in written.strip("[]()").split(",")]

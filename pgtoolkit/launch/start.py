@@ -20,6 +20,7 @@ from pgtoolkit.config.rules.executed import announce, written_elsewhere
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError
 from pgtoolkit.launch.check import add_notes_on_prompts, check, check_run, notes, problems
+from pgtoolkit.launch.in_python import as_reached
 from pgtoolkit.launch.multirun import run_sweep
 from pgtoolkit.launch.ranks import (
     train_job,
@@ -77,7 +78,7 @@ def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
         first = checked.runs[0] if isinstance(checked, Sweep) else checked
         raise _ending_other_ranks(refused(all_problems), first)
     for note in notes(checked):
-        say(f"note: {note}", error=True)
+        say(f"note: {as_reached(note)}", error=True)
     if isinstance(checked, Sweep):
         return run_sweep(checked)
     _run(checked)

@@ -80,7 +80,7 @@ def _is_override(word: str) -> bool:
 
 
 def _sweep_call(overrides: Sequence[str]) -> str | None:
-    """Return the call that trains a sweep of these overrides; None without any.
+    """Return the call that trains a sweep of these overrides; None without a key of its runs.
 
     Keys of several values stand before the others, by which the sweep's folder keeps its name.
     Values that are no list of words or range stand there as they are typed.
@@ -98,10 +98,11 @@ def _sweep_call(overrides: Sequence[str]) -> str | None:
             grid.append(f"{json.dumps(key)}: {json.dumps(values)}")
         else:
             others.append(json.dumps(override))
-    if not grid and others:
-        key, _, value = overrides[0].partition("=")
+    of_runs = [override for override in overrides if not override.startswith("hydra")]
+    if not grid and of_runs:
+        key, _, value = of_runs[0].partition("=")
         grid = [f"{json.dumps(key)}: {json.dumps(value)}"]
-        others = others[1:]
+        others.remove(json.dumps(of_runs[0]))
     return f"sweep({', '.join(['{' + ', '.join(grid) + '}', *others])})" if grid else None
 
 

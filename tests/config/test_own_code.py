@@ -3,6 +3,7 @@ chosen. tests/system/test_functions.py trains with it."""
 
 import json
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -741,29 +742,50 @@ def test_a_loss_function_that_cannot_be_right_is_refused(mine, overrides, messag
         loss_of(compose(overrides).config)
 
 
-def test_a_parameter_of_one_loss_of_a_sweep_is_answered_with_an_option_of_a_file(mine, monkeypatch):
-    """What it says to write and to type is accepted; nothing is said of a key that none has."""
-    both = "loss=grpo,mine.soft_clip"
-    (problem,) = problems(check([both, "loss.softness=0.1", "tracking=none"], multirun=True))
-    found = re.search(
-        r"^loss=grpo: .* write `(.*)` and `(.*)` into (my_options/loss/my_option\.yaml), and use "
-        r"pgtk --config-dir=my_options -m (loss=grpo,my_option) without loss\.softness=0\.1\.$",
-        problem,
-    )
-    assert found is not None
-    path = mine / found[3]
-    path.parent.mkdir(parents=True)
-    path.write_text(f"{found[1]}\n{found[2]}\n")
-    monkeypatch.setenv("PGTK_CONFIG_DIR", "my_options")
-    sweep = check([found[4], "tracking=none"], multirun=True)
-    assert problems(sweep) == []
-    assert sweep.runs[1].config.loss.options == {"softness": 0.1}
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_parameter_of_one_loss_of_a_sweep_is_answered_with_sweeps_in_one_folder(
+    mine, in_file, monkeypatch
+):
+    """What it says to type trains each loss with what it has; nothing is said of a key that none
+    has."""
+    typed = ["loss=grpo,mine.soft_clip,gspo", "loss.softness=0.1,0.2"]
+    file = None
+    if in_file:
+        file = mine / "own.yaml"
+        params = ", ".join(word.replace("=", ": '") + "'" for word in typed)
+        file.write_text(
+            f"defaults: [config, _self_]\nhydra: {{sweeper: {{params: {{{params}}}}}}}\n"
+        )
+        typed = []
+    typed += ["seed=0,1", "tracking=none", "hydra.launcher.n_jobs=2"]
+    refused = problems(check(typed, multirun=True, sweep_file=file))
+    assert len(refused) == 2  # of grpo and gspo, which list their own keys
+    commands = refused[0].partition(" use several sweeps in one folder: ")[2].split(" && ")
+    trained = []
+    folders = set()
+    for command in commands:
+        words = shlex.split(command)
+        words = words[words.index("own.yaml" if in_file else "-m") + 1 :]
+        sweep = check(words, multirun=True, sweep_file=file)
+        assert problems(sweep) == []
+        assert sweep.config.launcher.settings["n_jobs"] == 2
+        folders.add(sweep.folder)
+        for job in sweep.jobs.values():
+            loss = job.config.loss
+            softness = loss.options.get("softness") if loss.name == "custom" else None
+            trained.append((loss.name, softness, job.config.seed))
+    assert len(folders) == 1
+    of_losses = [("grpo", None), ("gspo", None), ("custom", 0.1), ("custom", 0.2)]
+    expected = {(loss, softness, seed) for loss, softness in of_losses for seed in (0, 1)}
+    assert len(trained) == len(expected)
+    assert {*trained} == expected
     for_one = ["loss=mine.likelihood,mine.soft_clip", "loss.softness=0.1", "tracking=none"]
-    assert "For mine.soft_clip alone" in " ".join(problems(check(for_one, multirun=True)))
+    assert "in one folder: " in " ".join(problems(check(for_one, multirun=True)))
     for value in ("1", "1,2"):
-        told = problems(check([both, f"loss.hardness={value}", "tracking=none"], multirun=True))
+        words = ["loss=grpo,mine.soft_clip", f"loss.hardness={value}", "tracking=none"]
+        told = problems(check(words, multirun=True))
         assert told
-        assert "my_options" not in " ".join(told)
+        assert "one folder" not in " ".join(told)
 
 
 def test_a_whole_number_is_a_value_where_the_default_is_any_number(mine):
