@@ -23,6 +23,14 @@ def follows(name: str, keys: Sequence[str]) -> bool:
     return name.startswith(CODE) or any(f"{name}.".startswith(f"{key}.") for key in keys)
 
 
+def without_following(names: Sequence[str]) -> list[str]:
+    """Return the names but those that follow from another of them, such as the keys of an
+    option."""
+    return [
+        name for name in names if not follows(name, [other for other in names if other != name])
+    ]
+
+
 def beside(compared: Compared, pair: Comparison) -> dict[str, _Values]:
     """Return name -> (value of the pair's first configuration, value of its second) for all that
     they differ in beside the axis of the comparison."""

@@ -210,6 +210,26 @@ def evaluated_alike(runs: Sequence[Run]) -> list[str]:
     return ["evaluation.every"] if len(intervals) == 1 else []
 
 
+def decided_by_blocks(
+    runs: Sequence[Run], metric: str, ignore_code: bool, over: Sequence[str]
+) -> list[str]:
+    """Return the --over keys, and the names beside them that decide what a metric means and have
+    one value in each of their blocks, such as the digits of a task where they are tasks.
+
+    Between runs of one block these need not be compared.
+    """
+    if not over:
+        return []
+    blocks = [tuple(identity(learned(run, key)) for key in over) for run in runs]
+    measured = [measured_as(run, metric, ignore_code) for run in runs]
+    decided = []
+    for name in dict.fromkeys(name for of_run in measured for name in of_run):
+        texts = [identity(_or_default(of_run, name)) for of_run in measured]
+        if len({*texts}) > 1 and len({*zip(blocks, texts, strict=True)}) == len({*blocks}):
+            decided.append(name)
+    return list(dict.fromkeys([*over, *decided]))
+
+
 def differences(first: Run, second: Run, metric: str, ignore_code: bool) -> list[Difference]:
     """Return why a metric means something else in two runs; empty where it means the same."""
     reasons = {why.name: why for run in (first, second) for why in selects(run, metric)}
@@ -248,14 +268,15 @@ def asked_differently(
     measured = [measured_as(run, metric, ignore_code) for run in runs]
     for name in dict.fromkeys(name for of_run in measured for name in of_run):
         values = [_or_default(of_run, name) for of_run in measured]
+        texts = [identity(value) for value in values]
         has_no_record = name.startswith((CONTENTS, CODE, EVALUATION_CODE)) and None in values
-        if name in without or (has_no_record and len({*map(identity, values)}) == 2):
+        if name in without or (has_no_record and len({*texts}) == 2):
             continue  # a run without a record is assumed to agree with the others
-        finer = [(*of_run, identity(value)) for of_run, value in zip(classes, values, strict=True)]
+        finer = [(*of_run, words) for of_run, words in zip(classes, texts, strict=True)]
         if len({*finer}) == len({*classes}):
             continue
         classes = finer
-        other = next(run for run, value in zip(runs, values, strict=True) if value != values[0])
+        other = next(run for run, words in zip(runs, texts, strict=True) if words != texts[0])
         shown_name = _difference(name, runs[0], other, metric, values[0]).name
         for of_run, value in zip(settings, values, strict=True):
             of_run[shown_name] = value

@@ -23,6 +23,7 @@ from pgtoolkit.comparison.bases import (
 from pgtoolkit.comparison.common_measure import (
     alters,
     asked_differently,
+    decided_by_blocks,
     evaluated_alike,
     measure_of,
 )
@@ -37,7 +38,7 @@ from pgtoolkit.comparison.notes import (
     notes_of,
     notes_of_equal_numbers,
 )
-from pgtoolkit.comparison.pairs import block_of, leave_out_unpaired
+from pgtoolkit.comparison.pairs import block_of, is_of_blocks, leave_out_unpaired, notes_on_missing
 from pgtoolkit.comparison.statistics import Comparisons, Sample
 from pgtoolkit.config.keys import KEYS, OPTION_KEYS, changes_learning, is_inside, key_named, shown
 from pgtoolkit.config.own_code import as_typed, changed_defaults, with_defaults
@@ -101,7 +102,9 @@ def compare(
     groups = _grouped(readable, keys)
     metric, measure, threshold, notes_of_metric = _metric(groups, metric, reach, ignore_code)
     notes += notes_of_metric
-    groups, asked = _told_apart(groups, metric, ignore_code, blocks)
+    groups, asked = _told_apart(
+        groups, metric, ignore_code, decided_by_blocks(readable, metric, ignore_code, blocks)
+    )
     for group in groups:
         left_out += _count(group, metric, blocks)
         group.values = {shown(key): value for key, value in group.values.items()}
@@ -150,7 +153,9 @@ def compare(
     compared.name_groups()
     if blocks:
         samples = _samples(compared, keys + following)
-        compared.left_out += leave_out_unpaired(compared, samples, primary)
+        unpaired = leave_out_unpaired(compared, samples, primary)
+        compared.left_out += unpaired
+        compared.notes += notes_on_missing(compared, [run for run, _ in unpaired])
         compared.groups = _ranked(compared)
         primary = _bases_first(compared, against)
     compared.axis = compared.axis or [key for key in compared.keys if key not in compared.asked]
@@ -272,7 +277,7 @@ def _told_apart(
     """Return (the groups, divided where their runs were evaluated differently, the names of the
     values in which they were).
 
-    metric: see `asked_differently`. blocks: the --over keys.
+    metric: see `asked_differently`. blocks: see `decided_by_blocks`.
     """
     settings = asked_differently([group.runs for group in groups], metric, ignore_code, blocks)
     values = iter(settings)
@@ -487,11 +492,14 @@ def _bases_first(compared: Compared, against: str | None) -> set[tuple[int, int]
 def _samples(compared: Compared, varying: Sequence[str]) -> list[Sample]:
     """Return the tested values of each group, and what they measure.
 
-    varying: see `_sample`.
+    varying: see `_sample`; what has one value in each block is left out.
     """
     numbers = recorded_numbers(compared.groups)
+    runs = [run for group in compared.groups for run in group.counted]
+    varying = [name for name in varying if not is_of_blocks(name, runs, compared.over)]
+    blocks = decided_by_blocks(runs, compared.metric, compared.ignore_code, compared.over)
     # Runs on tasks of several blocks are compared task by task.
-    only_paired = any(alters(key, compared.metric) for key in compared.over)
+    only_paired = any(alters(key, compared.metric) for key in blocks) or blocks != compared.over
     return [
         replace(
             _sample(compared, group, varying, compared.over),
@@ -500,7 +508,7 @@ def _samples(compared: Compared, varying: Sequence[str]) -> list[Sample]:
             numbers=numbers[place],
         )
         for place, (group, measured) in enumerate(
-            zip(compared.groups, _measures_of(compared, compared.over), strict=True)
+            zip(compared.groups, _measures_of(compared, blocks), strict=True)
         )
     ]
 
@@ -526,7 +534,7 @@ def _measures_of(compared: Compared, blocks: Sequence[str]) -> list[str]:
     """Return, for each group, what its tested values measure; a text that is equal for groups whose
     values mean the same.
 
-    blocks: the --over keys, which are left out.
+    blocks: see `decided_by_blocks`; they are left out.
     """
     without = [
         *blocks,

@@ -14,6 +14,7 @@ from pgtoolkit.comparison.common_measure import (
 )
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup
 from pgtoolkit.comparison.headline import in_order
+from pgtoolkit.comparison.pairs import without_common_block
 from pgtoolkit.comparison.statistics import Comparison
 from pgtoolkit.runs.find import Run
 from pgtoolkit.system.report import identity, shell_path
@@ -45,10 +46,14 @@ def without_verdict(compared: Compared, pairs: list[Comparison]) -> list[str]:
         )
         other = "" if are_trained_alike else _common_metric(compared, first, second)
         use = f"Use --metric={other}." if other else what_to_run(first.counted[0], reasons)
-        sentences[names] = (
-            f"no common measure: {compared.metric} would differ for one and the same policy, since "
-            f"{' and '.join(map(str, reasons))}. {use}"
+        why = (
+            f"{compared.metric} would differ for one and the same policy, since "
+            f"{' and '.join(map(str, reasons))}."
         )
+        if measured[0] == measured[1]:
+            use = f"{without_common_block(compared, first, second)}."
+            why = why if reasons else f"{compared.metric} is compared within a block, and"
+        sentences[names] = f"no common measure: {why} {use}"
     return [*sentences.values()]
 
 

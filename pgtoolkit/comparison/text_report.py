@@ -10,7 +10,7 @@ from math import inf
 import numpy as np
 
 from pgtoolkit.comparison import statistics
-from pgtoolkit.comparison.beside import follows, more_than_the_axis
+from pgtoolkit.comparison.beside import follows, more_than_the_axis, without_following
 from pgtoolkit.comparison.charts import mean_curve
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS, apart_of, is_score, is_share
@@ -25,6 +25,7 @@ from pgtoolkit.comparison.statistics import (
     Sample,
     mean_and_std,
 )
+from pgtoolkit.config.keys import shown
 from pgtoolkit.runs.find import HELD_OUT
 from pgtoolkit.system.columns import aligned
 from pgtoolkit.system.report import identity, plural
@@ -130,10 +131,20 @@ def heading(compared: Compared) -> str:
         f"{plural(len(compared.groups), 'configuration')}"
     )
     keys = differing_keys(compared)
-    if not keys:
-        return f"{start}: they differ in nothing that counts but the seed"
+    over = [shown(key) for key in compared.over]
     so_in = [name for name in compared.following if follows(name, keys)]
-    with_them = [name for name in compared.following if name not in so_in]
+    with_them = [
+        name for name in compared.following if name not in so_in and not follows(name, over)
+    ]
+    if not keys:
+        differ = f"they differ in nothing that counts but {' and '.join([*over, 'the seed'])}"
+        if over and with_them:
+            names = ", ".join(without_following(with_them))
+            differ = (
+                f"{' and '.join(over)} decides {names} here, so that nothing else tells them "
+                "apart. Leave --over out to compare these"
+            )
+        return f"{start}: {differ}"
     following = f" (and so in {', '.join(so_in)})" if so_in else ""
     together = f", and together with these in {', '.join(with_them)}" if with_them else ""
     folders = compared.groups[0].folders

@@ -120,8 +120,10 @@ def text(value: object) -> str:
 
 
 def identity(value: object) -> str:
-    """Return a text that equal values have in common, such as 1 and 1.0, and others have not: true
-    is not 1, nor is the text "1"."""
+    """Return a text that equal values have in common, such as 1 and 1.0 or a choice and its name,
+    and others have not: true is not 1, nor is the text "1"."""
+    if isinstance(value, str):
+        return repr(str(value))
     if isinstance(value, float) and value.is_integer():
         return repr(int(value))
     if isinstance(value, dict):

@@ -14,7 +14,12 @@ from builders.runs import config_of
 
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.bases import refuse_other_measures
-from pgtoolkit.comparison.common_measure import differences, kinds_of, why_unlike
+from pgtoolkit.comparison.common_measure import (
+    asked_differently,
+    differences,
+    kinds_of,
+    why_unlike,
+)
 from pgtoolkit.comparison.compared_runs import Compared
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.reports import as_json, write
@@ -321,7 +326,64 @@ def test_a_key_of_the_blocks_may_change_the_number_where_runs_share_a_block():
     }
     page = " ".join(render_comparison(compared).split())
     assert "no common measure: exact_match would differ" in page
-    assert "since task.num_digits decides" in page
+    assert (
+        "since task.num_digits decides which prompts are asked, and how they are written. cispo "
+        "has no run with task.num_digits=4, and grpo has no run with task.num_digits=6. Train it "
+        "so, with the same seeds."
+    ) in page
+    six = {"loss.name": "cispo", "task.num_digits": 6}
+    other_seeds = [run_of(seed, 0.3, six) for seed in (7, 8)]
+    compared = compare([*runs[2:], *other_seeds], "final:exact_match", over="task.num_digits")
+    page = " ".join(render_comparison(compared).split())
+    assert (
+        "no common measure: exact_match is compared within a block, and no run of cispo has the "
+        "task.num_digits and seed of one of grpo. Train it so, with the same seeds."
+    ) in page
+
+
+def test_the_default_of_a_choice_is_the_same_as_its_name():
+    runs = [
+        run_of(seed, 0.5, {"task.name": "prompts", **chat}, **{PASS: 0.5})
+        for seed, chat in enumerate(({"task.chat": "auto"}, {}, {"task.chat": "false"}))
+    ]
+    assert asked_differently([runs[:2]], PASS) == [{}, {}]
+    assert [of_run["task.chat"] for of_run in asked_differently([runs[1:]], PASS)] == [
+        "auto",
+        "false",
+    ]
+
+
+SUMS = {"task.name": "sums", "task.num_digits": 2, "task.num_terms": 2, "task.chat": "auto"}
+REVERSE = {"task.name": "reverse", "task.num_digits": 6}
+
+
+@pytest.mark.parametrize("metric", [PASS, "exact_match"])
+def test_tasks_with_keys_of_their_own_are_blocks_and_those_of_one_side_are_left_out(metric):
+    runs = [
+        run_of(seed, level, {"loss.name": loss, **task}, **{PASS: level})
+        for loss, level in (("grpo", 0.5), ("gspo", 0.4))
+        for task in (SUMS, REVERSE)
+        for seed in range(2)
+    ]
+    for place, run in enumerate(runs):
+        run.columns[metric] = run.columns[metric] + 1e-4 * place**2
+    whole = compare(runs, f"final:{metric}", over="task")
+    assert [(pair.paired, pair.counts) for pair in whole.comparisons] == [(True, (4, 4))]
+    assert verdicts(whole) == ["worse"]
+    assert "which differ in loss\n" in render_comparison(whole)
+    assert whole.notes == []
+    lacking = compare([*runs[:4], *runs[6:]], f"final:{metric}", over="task")
+    assert [(pair.paired, pair.counts) for pair in lacking.comparisons] == [(True, (2, 2))]
+    assert [why for _, why in lacking.left_out] == [
+        f"not paired: gspo has no run with task=sums and seed={seed}" for seed in range(2)
+    ]
+    assert lacking.notes == [
+        "gspo has no run with task=sums, so 2 runs of others cannot be paired. Train it so, with "
+        "the same seeds"
+    ]
+    # Each loss on a task of its own.
+    page = render_comparison(compare([*runs[:2], *runs[6:]], f"final:{metric}", over="task"))
+    assert "configuration: task decides loss here, so that nothing else tells them\napart." in page
 
 
 def test_files_of_a_comparison_without_a_common_measure_say_why_and_give_no_difference(tmp_path):
