@@ -7,9 +7,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from pgtoolkit.config.keys import shown
+from pgtoolkit.config.files import sweep_files
+from pgtoolkit.config.keys import OPTION_KEYS, OWN_CODE, default, shown
 from pgtoolkit.config.names import retrained
-from pgtoolkit.config.new_run import new_run_command, sweep_of_file
+from pgtoolkit.config.new_run import new_run_command, new_run_overrides, sweep_of_file
+from pgtoolkit.config.own_code import short_name
 from pgtoolkit.config.rules.addresses import named_addresses
 from pgtoolkit.config.rules.executed import folders_outside, named_commands
 from pgtoolkit.losses.families import FAMILIES
@@ -148,12 +150,11 @@ def has_counterpart(run_dir: str | Path) -> bool:
     """Return whether another loss can be compared on the same documents.
 
     It cannot where these lack advantages, or old log-probs, nor where the run goes on from a
-    checkpoint of another that is gone. Nor does a job of a sweep's file have one whose loss has
-    parameters of its own: the file may have several values of them, all for that loss.
+    checkpoint of another that is gone, nor where its files give values to keys that no other loss
+    has.
     """
-    config, overrides = read_config(run_dir)
-    has_parameters = any(key_of(override).startswith("loss.") for override in overrides)
-    if has_parameters and sweep_of_file(Path(run_dir))[0]:
+    config, _ = read_config(run_dir)
+    if _other_loss(Path(run_dir)) is None:
         return False
     branched = _branched_from(run_dir)
     if branched is not None and branched[1] not in checkpoint_steps(branched[0]):
@@ -176,8 +177,8 @@ def counterpart_command(run_dir: str | Path) -> str:
 
     Of a run that goes on from a checkpoint of another it does so, too.
     """
-    config, overrides = read_config(run_dir)
-    loss = f"loss={_other_loss(config)}"
+    _, overrides = read_config(run_dir)
+    loss = f"loss={_other_loss(Path(run_dir))}"
     branched = _branched_from(run_dir)
     if branched is None:
         return new_run_command(run_dir, [loss])
@@ -207,13 +208,38 @@ def _branched_from(run_dir: str | Path) -> tuple[Path, int] | None:
 def left_out_of_counterpart(run_dir: str | Path) -> str | None:
     """Return a sentence on the typed parameters that `counterpart_command` leaves out, since the
     same number means something else in another loss; None where there are none."""
-    config, overrides = read_config(run_dir)
+    _, overrides = read_config(run_dir)
     typed = [override for override in overrides if key_of(override).startswith("loss.")]
     if not typed:
         return None
-    other = _other_loss(config)
+    other = _other_loss(Path(run_dir))
     return f"without {', '.join(typed)}: loss={other} has its own, see pgtk explain loss={other}"
 
 
-def _other_loss(config: JsonObject) -> str:
-    return next(name for name in FAMILIES if name != config["loss"]["name"])
+def _other_loss(run_dir: Path) -> str | None:
+    """Return the first other loss that takes what the run's files set; None where none does."""
+    config, overrides = read_config(run_dir)
+    others = [name for name in FAMILIES if name != config["loss"]["name"]]
+    if not _is_set_by_files(config, overrides):
+        return others[0]
+    return next((name for name in others if _is_composed(run_dir, f"loss={name}")), None)
+
+
+def _is_set_by_files(config: JsonObject, overrides: Sequence[str]) -> bool:
+    """Return whether a key of the loss has a value that is neither typed nor its default."""
+    typed = {key_of(override) for override in overrides}
+    return any(
+        f"loss.{name}" not in (OPTION_KEYS["loss"], OWN_CODE["loss"].name)
+        and short_name(f"loss.{name}") not in typed
+        and value != default(config, f"loss.{name}")
+        for name, value in leaves(config["loss"])
+    )
+
+
+def _is_composed(run_dir: Path, change: str) -> bool:
+    """Return whether the command of a new run with this change makes a configuration."""
+    from pgtoolkit.config.compose import compose  # loads Hydra, which most runs do without
+
+    sweep, _ = sweep_of_file(run_dir)
+    file = None if not sweep else sweep_files().get(sweep[1], Path(sweep[1]))
+    return not compose(new_run_overrides(run_dir, [change]), file).problems

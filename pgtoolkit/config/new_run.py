@@ -22,16 +22,35 @@ def new_run_command(run_dir: str | Path, changes: Sequence[str]) -> str:
     rollouts, which is occupied now. For a job of a sweep's file it is that sweep with the values of
     the job, since only the file has what all of its jobs share.
     """
+    run_dir = Path(run_dir)
+    sweep, end = sweep_of_file(run_dir)
+    if sweep and is_value_left_out(run_dir, changes):
+        sweep.append(WITHOUT_VALUES)
+    flag = own_options_flag(known_provenance(_first_of(run_dir)))
+    return pgtk_command(*sweep, *flag, *new_run_overrides(run_dir, changes), *end)
+
+
+WITHOUT_VALUES = "hydra.sweeper.params=null"
+"""Leaves out the values that a sweep's file goes through: those that are typed are all."""
+
+
+def new_run_overrides(run_dir: Path, changes: Sequence[str]) -> list[str]:
+    """Return the overrides of `new_run_command`."""
     _, overrides = read_config(run_dir)
+    return [*changes, *(each for each in overrides if not _is_left_out(each, changes))]
+
+
+def is_value_left_out(run_dir: Path, changes: Sequence[str]) -> bool:
+    """Return whether a key of a run has no value in `new_run_overrides`."""
+    _, overrides = read_config(run_dir)
+    given = {key_of(override) for override in changes}
+    return any(_is_left_out(each, changes) and key_of(each) not in given for each in overrides)
+
+
+def _is_left_out(override: str, changes: Sequence[str]) -> bool:
     left_out = {key_of(change) for change in changes} | {"rollout.save_path", "tracking.run_name"}
-    arguments = [*changes]
-    for override in overrides:
-        key = key_of(override)
-        if key not in left_out and key.partition(".")[0] not in left_out:
-            arguments.append(override)
-    sweep, end = sweep_of_file(Path(run_dir))
-    flag = own_options_flag(known_provenance(_first_of(Path(run_dir))))
-    return pgtk_command(*sweep, *flag, *arguments, *end)
+    key = key_of(override)
+    return key in left_out or key.partition(".")[0] in left_out
 
 
 def own_options_flag(provenance: JsonObject) -> list[str]:

@@ -398,7 +398,12 @@ def place_of(error: BaseException) -> str:
     """Return where the user's function, which pgtoolkit called, raised an error, as " in line 3 of
     mine.py"; "" for another error."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not Path(frame.filename).is_relative_to(_PACKAGE)]
+    theirs = [
+        frame
+        for frame in frames
+        # Code that Python has written, as of a dataclass, is in no file: <string>.
+        if not frame.filename.startswith("<") and not Path(frame.filename).is_relative_to(_PACKAGE)
+    ]
     if not theirs:
         return ""
     # Below it are the frames of code that it calls, such as torch.

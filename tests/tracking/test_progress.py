@@ -239,11 +239,55 @@ def test_the_counterpart_of_a_job_has_what_the_sweeps_file_sets(tmp_path, monkey
     assert has_counterpart(job)
     with RunDirectory(job) as run:
         run.write_config(plain_config(config), ["loss=gspo", "loss.epsilon_low=0.1", "seed=1"])
-    assert not has_counterpart(job)
+    assert has_counterpart(job)
+    file.write_text(SWEEP.replace('seed: "0,1"', 'seed: "0,1", loss.epsilon_low: "0.1,0.2"'))
+    for command in (counterpart_command(job), new_run_command(job, ["loss=cispo"])):
+        overrides = [word for word in shlex.split(command)[3:] if word != "--config-dir=mine"]
+        typed = compose_sweep(overrides, file)
+        assert [*map(len, typed.jobs)] == [2]  # of all that the file goes through, the one asked
+        of_job = typed.compose_job(typed.jobs[0], 0)
+        assert of_job.problems == []
+        assert of_job.config is not None
+        assert f"loss={of_job.config.loss.name}" in shlex.split(command)
+        assert (of_job.config.seed, of_job.config.trainer.max_steps) == (1, 7)
     file.write_text(SWEEP.replace("  - _self_", "  - override hydra/sweeper: optuna_search"))
     assert "hydra/sweeper=basic" in new_run_command(job, ["loss=grpo"])
     (job / "status.json").write_text("{")
     assert " sweep tune.yaml " in new_run_command(job, ["loss=grpo"])
+
+
+@pytest.mark.parametrize(
+    ("group", "content", "expected"),
+    [
+        ("experiment", "defaults: [override /loss: grpo]\nloss: {epsilon_low: 0.1}", "cispo"),
+        ("experiment", "defaults: [override /loss: mine.soft]\nloss: {softness: 0.1}", None),
+        ("experiment", "defaults: [override /loss: mine.soft]\nseed: 3", "grpo"),
+        ("loss", "_target_: mine.soft\nsoftness: 0.1", "grpo"),
+    ],
+)
+def test_the_counterpart_takes_what_the_runs_files_set(
+    tmp_path, monkeypatch, group, content, expected
+):
+    """A file's numbers of one loss are refused with another, unless it has them too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PGTK_CONFIG_DIR", "options")
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "def soft(log_ratio, advantages, softness=0.2): return softness * log_ratio * advantages"
+    (tmp_path / "mine.py").write_text(code)
+    file = tmp_path / "options" / group / "own.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"# @package _global_\n{content}\n" if group == "experiment" else content)
+    config = compose([f"{group}=own", "seed=1"]).config
+    assert config is not None
+    with RunDirectory(tmp_path / "run") as run:
+        run.write_config(plain_config(config), [f"{group}=own", "seed=1"])
+    assert has_counterpart(run.path) == (expected is not None)
+    if expected is not None:
+        words = shlex.split(counterpart_command(run.path))[1:]
+        other = compose(words)
+        assert other.problems == []
+        assert other.config is not None
+        assert (other.config.loss.name, other.config.seed) == (expected, config.seed)
 
 
 def test_a_program_is_named_by_its_path_unless_path_has_it(monkeypatch):

@@ -17,6 +17,7 @@ from pgtoolkit.rollouts.recorded_folder import batches_in
 from pgtoolkit.rollouts.settings import OVERLONG_BUFFER, PolicyRolloutSettings
 from pgtoolkit.system.report import Report, is_number, plural, refusal, text
 from pgtoolkit.tasks.settings import GeneratedTaskSettings, PromptsTaskSettings
+from pgtoolkit.training.loss_settings import KLPlace
 from pgtoolkit.training.settings import LEAST_RATE
 
 
@@ -289,6 +290,12 @@ def optimizer(c: Config, report: Report) -> None:
     if c.kl.update_every is not None and c.kl.update_every >= updates:
         update_every = f"kl.update_every={c.kl.update_every} {settings}"
         report.note(f"{update_every}: no step has a reference that has moved.")
+    is_the_policy = c.kl.update_every == 1 and c.kl.update_rate == 1
+    if is_the_policy and c.kl.place == KLPlace.loss and c.kl.reference_prompt is None:
+        report.note(
+            "kl.update_every=1 with kl.update_rate=1: the reference is the policy itself at each "
+            "step, so the penalty stays 0. Use kl.update_rate=0.1 or kl.update_every=512."
+        )
     lag = getattr(c.rollout, "lag", 0)
     if lag and lag >= updates:
         report.note(f"rollout.lag={lag} {settings}: the first weights sample every completion.")
