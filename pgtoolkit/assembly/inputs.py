@@ -413,6 +413,7 @@ def _report_on_task(
     """
     from pgtoolkit.assembly.make_task import make_task
     from pgtoolkit.tasks.answer_checks import notes_on_answers, notes_on_rows
+    from pgtoolkit.tasks.environments import Environments
     from pgtoolkit.tasks.prompt_rows import notes_on_columns
     from pgtoolkit.tasks.prompt_tasks import PromptsTask
     from pgtoolkit.tasks.shared_prompts import note_on_repeated
@@ -469,6 +470,10 @@ def _report_on_task(
     if report.problems:  # perhaps with a verifier, which is made before the rows are read
         of_rows = _report_on_rows(_directory, pickled_task).problems
         report.problems += [problem for problem in of_rows if problem not in report.problems]
+        if of_rows and isinstance(task_config, ConversationTaskSettings):
+            # Its environment is made after the rows are read.
+            with errors_added_to(report):
+                Environments(task_config.environment, task_config.options)
     return report
 
 

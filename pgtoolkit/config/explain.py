@@ -102,15 +102,15 @@ def pages_on(words: str, commands: Known | None = None) -> list[Page]:
     mentioned = _mentioned(apart, known) if near is None and apart not in ("", words) else []
     if mentioned:
         return mentioned
-    near = near or nearest(words, known, 0.65)
+    near = near or nearest(words, known, 0.75)
     raise ConfigError(
         refusal(
             setting=f"pgtk explain {words}",
             needs="a word that is known",
             got=words,
             reason="It is no key, group, option, metric, command or exit status of pgtoolkit's; "
-            "a metric of your own code stands in that code: pgtk explain MODULE.FUNCTION, of your "
-            "loss, has its names.",
+            "a metric or a parameter of your own code stands in that code: pgtk explain "
+            "MODULE.FUNCTION, of your loss, has its names.",
             use=f"pgtk explain {near}" if near else "pgtk --help, or docs/keys.md",
         )
     )
@@ -281,7 +281,7 @@ def _own_code(words: str, _known: Known) -> list[Page]:
     try:
         code = import_function("pgtk explain", words, None)
     except ConfigError as error:
-        pages = _setting_of_class(words)
+        pages = _setting_of(words)
         if pages:
             return pages
         raise ConfigError(str(error).replace("pgtk explain=", "pgtk explain ")) from error
@@ -295,8 +295,9 @@ def _own_code(words: str, _known: Known) -> list[Page]:
     return [Page("code", f"{words}: a {kind}", parts)]
 
 
-def _setting_of_class(words: str) -> list[Page]:
-    """Return the page on `module.Class.setting`, a parameter of a class; [] for anything else."""
+def _setting_of(words: str) -> list[Page]:
+    """Return the page on `module.Class.setting`, a parameter of a class or of a function; [] for
+    anything else."""
     path, _, name = words.rpartition(".")
     if not is_dotted_path(path):
         return []
@@ -304,10 +305,11 @@ def _setting_of_class(words: str) -> list[Page]:
         code = import_function("pgtk explain", path, None)
     except ConfigError:
         return []
-    if not isinstance(code, type) or name not in _signature(code):
+    if name not in _signature(code):
         return []
+    kind = "class" if isinstance(code, type) else "function"
     (meaning,) = [each for each in _parameters(code) if re.match(rf"{name}\b", each)]
-    return [Page("code", f"{words}: a parameter of the class {path}", {"": meaning})]
+    return [Page("code", f"{words}: a parameter of the {kind} {path}", {"": meaning})]
 
 
 def _parameters(code: Callable) -> Iterator[str]:

@@ -33,15 +33,21 @@ def test_every_key_and_option_is_explained():
         assert [name for name in names if f"{group}={name}" not in known] == []
 
 
-def test_a_parameter_of_a_class_of_ones_own_is_explained_by_its_path(tmp_path, monkeypatch):
+def test_a_parameter_of_code_of_ones_own_is_explained_by_its_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     code = "class Squared:\n    def __init__(self, lower=1, low=0.2): pass\n"
+    code += "def clip(log_ratio, softness=0.5): 'softness: how soft'\n"
     (tmp_path / "family_of_a_user.py").write_text(code)
     page = explain("family_of_a_user.Squared.low")
     assert "a parameter of the class family_of_a_user.Squared\n  low=0.2" in page
-    with pytest.raises(PgtoolkitError):
-        explain("family_of_a_user.Squared.high")
+    page = explain("family_of_a_user.clip.softness")
+    assert "a parameter of the function family_of_a_user.clip\n  softness=0.5 (how soft)" in page
+    for unknown in ("family_of_a_user.Squared.high", "family_of_a_user.clip.high"):
+        with pytest.raises(PgtoolkitError):
+            explain(unknown)
+    with pytest.raises(PgtoolkitError, match=r"a parameter of your own .* Use pgtk --help, or"):
+        explain("softness")
 
 
 def test_joined_words_are_found_where_they_are_written_apart():

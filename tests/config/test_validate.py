@@ -63,6 +63,19 @@ def test_a_bound_below_every_factor_is_noted():
     assert validated(compose(["correction=token_mask"]))[1].notes == []
 
 
+def test_a_reference_that_is_always_the_policy_is_noted():
+    """Only such a one has a distance of 0: not one that moves later, in part, or reads more."""
+    penalty = ["kl=k3", "kl.coefficient=0.1", "kl.update_every=1"]
+    for more, stays in (
+        ((), True),
+        (("kl.update_rate=0.5",), False),
+        (("kl.update_every=2",), False),
+        (("kl.reference_prompt='{prompt} {answer}'",), False),
+    ):
+        notes = validated(compose([*penalty, *more]))[1].notes
+        assert any("so the penalty stays 0. Use " in note for note in notes) == stays
+
+
 @pytest.mark.parametrize(
     ("prompts", "docs", "more", "batches"),
     [

@@ -243,6 +243,7 @@ def test_check_refuses_a_family_that_cannot_be_trained_with(name, options, messa
     refusals = problems(check(["tracking=none", f"loss=losses.families.{name}", *options]))
     assert len(refusals) == 1
     assert message in refusals[0]
+    assert "<string>" not in refusals[0]  # the file of no code
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,10 @@ OF_PROMPTS = "the prompts of task.path=bad.jsonl cannot be used"
         ([*NO_PROMPTS, "task.verifier=loud_judge.judge", WRONG_RATE], [WRONG_RATE, OF_PROMPTS]),
         ([*NO_PROMPTS, "evaluation.every=-1"], ["evaluation.every=-1", OF_PROMPTS]),
         (
+            ["task=conversation", "task.path=bad.jsonl", "task.environment=loud_judge.Environment"],
+            [OF_PROMPTS, "task.environment=loud_judge.Environment needs a class that can be"],
+        ),
+        (
             ["rollout=recorded", "rollout.path=bad.jsonl", WRONG_RATE],
             [WRONG_RATE, "the recorded rollouts cannot be trained on"],
         ),
