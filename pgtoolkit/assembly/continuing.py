@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pgtoolkit.config.files import sweep_files
-from pgtoolkit.config.keys import OPTION_KEYS, OWN_CODE, default, shown
+from pgtoolkit.config.keys import OPTION_KEYS, OWN_CODE, default, option_values, shown
 from pgtoolkit.config.names import retrained
 from pgtoolkit.config.new_run import new_run_command, new_run_overrides, sweep_of_file
 from pgtoolkit.config.own_code import short_name
@@ -154,7 +154,7 @@ def has_counterpart(run_dir: str | Path) -> bool:
     has.
     """
     config, _ = read_config(run_dir)
-    if _other_loss(Path(run_dir)) is None:
+    if not _to_other_loss(Path(run_dir)):
         return False
     branched = _branched_from(run_dir)
     if branched is not None and branched[1] not in checkpoint_steps(branched[0]):
@@ -178,10 +178,10 @@ def counterpart_command(run_dir: str | Path) -> str:
     Of a run that goes on from a checkpoint of another it does so, too.
     """
     _, overrides = read_config(run_dir)
-    loss = f"loss={_other_loss(Path(run_dir))}"
+    changes = _to_other_loss(Path(run_dir))
     branched = _branched_from(run_dir)
     if branched is None:
-        return new_run_command(run_dir, [loss])
+        return new_run_command(run_dir, changes)
     parent, step = branched
     _, of_parent = read_config(parent)
     left_out = {"loss", "hydra.run.dir", "rollout.save_path", "tracking.run_name"}
@@ -192,7 +192,7 @@ def counterpart_command(run_dir: str | Path) -> str:
         and key_of(override) not in left_out
         and not key_of(override).startswith("loss.")
     ]
-    return _branch_at(parent, step, [loss, *further])
+    return _branch_at(parent, step, [*changes, *further])
 
 
 def _branched_from(run_dir: str | Path) -> tuple[Path, int] | None:
@@ -212,34 +212,45 @@ def left_out_of_counterpart(run_dir: str | Path) -> str | None:
     typed = [override for override in overrides if key_of(override).startswith("loss.")]
     if not typed:
         return None
-    other = _other_loss(Path(run_dir))
-    return f"without {', '.join(typed)}: loss={other} has its own, see pgtk explain loss={other}"
+    other = _to_other_loss(Path(run_dir))[0]
+    return f"without {', '.join(typed)}: {other} has its own, see pgtk explain {other}"
 
 
-def _other_loss(run_dir: Path) -> str | None:
-    """Return the first other loss that takes what the run's files set; None where none does."""
+def _to_other_loss(run_dir: Path) -> list[str]:
+    """Return the overrides that choose the first other loss which takes the keys that the run's
+    files set, each with its default; none where there is no such loss."""
     config, overrides = read_config(run_dir)
-    others = [name for name in FAMILIES if name != config["loss"]["name"]]
-    if not _is_set_by_files(config, overrides):
-        return others[0]
-    return next((name for name in others if _is_composed(run_dir, f"loss={name}")), None)
+    others = [other for other in FAMILIES if other != config["loss"]["name"]]
+    keys = _set_by_files(config, overrides)
+    if not keys:
+        return [f"loss={others[0]}"]
+    for other in others:
+        defaults = option_values("loss", other)
+        values = [defaults.get(key) for key in keys]
+        if all(isinstance(value, bool | int | float | str) for value in values):
+            typed = [f"loss.{key}={text(value)}" for key, value in zip(keys, values, strict=True)]
+            return [f"loss={other}", *typed]
+    # They may be of a file that is an option of the loss itself, in whose place the other comes.
+    changes = [f"loss={others[0]}"]
+    return changes if _is_composed(run_dir, changes) else []
 
 
-def _is_set_by_files(config: JsonObject, overrides: Sequence[str]) -> bool:
-    """Return whether a key of the loss has a value that is neither typed nor its default."""
+def _set_by_files(config: JsonObject, overrides: Sequence[str]) -> list[str]:
+    """Return the keys of the loss whose value is neither typed nor the default."""
     typed = {key_of(override) for override in overrides}
-    return any(
-        f"loss.{name}" not in (OPTION_KEYS["loss"], OWN_CODE["loss"].name)
+    return [
+        name
+        for name, value in leaves(config["loss"])
+        if f"loss.{name}" not in (OPTION_KEYS["loss"], OWN_CODE["loss"].name)
         and short_name(f"loss.{name}") not in typed
         and value != default(config, f"loss.{name}")
-        for name, value in leaves(config["loss"])
-    )
+    ]
 
 
-def _is_composed(run_dir: Path, change: str) -> bool:
-    """Return whether the command of a new run with this change makes a configuration."""
+def _is_composed(run_dir: Path, changes: list[str]) -> bool:
+    """Return whether the command of a new run with these changes makes a configuration."""
     from pgtoolkit.config.compose import compose  # loads Hydra, which most runs do without
 
     sweep, _ = sweep_of_file(run_dir)
     file = None if not sweep else sweep_files().get(sweep[1], Path(sweep[1]))
-    return not compose(new_run_overrides(run_dir, [change]), file).problems
+    return not compose(new_run_overrides(run_dir, changes), file).problems

@@ -259,7 +259,7 @@ def test_the_counterpart_of_a_job_has_what_the_sweeps_file_sets(tmp_path, monkey
 @pytest.mark.parametrize(
     ("group", "content", "expected"),
     [
-        ("experiment", "defaults: [override /loss: grpo]\nloss: {epsilon_low: 0.1}", "cispo"),
+        ("experiment", "defaults: [override /loss: grpo]\nloss: {epsilon_low: 0.1}", "gspo"),
         ("experiment", "defaults: [override /loss: mine.soft]\nloss: {softness: 0.1}", None),
         ("experiment", "defaults: [override /loss: mine.soft]\nseed: 3", "grpo"),
         ("loss", "_target_: mine.soft\nsoftness: 0.1", "grpo"),
@@ -288,6 +288,8 @@ def test_the_counterpart_takes_what_the_runs_files_set(
         assert other.problems == []
         assert other.config is not None
         assert (other.config.loss.name, other.config.seed) == (expected, config.seed)
+        # Numbers of another loss mean something else: it has its own.
+        assert other.config.loss == compose([f"loss={expected}"]).config.loss
 
 
 def test_a_program_is_named_by_its_path_unless_path_has_it(monkeypatch):
