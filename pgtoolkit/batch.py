@@ -311,6 +311,12 @@ def pack_sampled(documents: Sequence[SampledDocument], shares: bool = False) -> 
     firsts = [max(0, count - 1) for count in shared]
     ours = list(zip(documents, firsts, strict=True))
     tokens = _concatenate([document.tokens[first:] for document, first in ours], torch.int64)
+    if len(tokens) and int(tokens.min()) < 0:
+        names = [each.name for each in documents if int(each.tokens.min()) < 0]
+        raise DataError(
+            f"the tokens of {names[0]} need ids of 0 or more (got {int(tokens.min())}). A document "
+            "has no padding. Use tokens[tokens >= 0], and its loss_mask likewise."
+        )
     loss_mask = _concatenate([document.loss_mask[first:] for document, first in ours], torch.bool)
     trained = loss_mask.nonzero().squeeze(1)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
+from numbers import Integral, Real
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -89,6 +90,16 @@ class SampledDocument:
 
     def __post_init__(self):
         # A GPU waits while a batch's documents are made, so this asks torch for little.
+        if not isinstance(self.group, Integral):
+            raise ValueError(
+                f"group of {self.name} needs a whole number (got {self.group!r:.60}). Completions "
+                "of one prompt have the same. Use the number of the prompt: group=0, group=1, ..."
+            )
+        if not isinstance(self.reward, Real | None):
+            raise ValueError(
+                f"reward of {self.name} needs a number of Python or None (got "
+                f"{self.reward!r:.60}). Use reward=float(...)."
+            )
         for name in ("tokens", "loss_mask"):
             values = getattr(self, name)
             dtype = torch.bool if name == "loss_mask" else torch.int64

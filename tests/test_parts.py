@@ -33,6 +33,18 @@ print(json.dumps({
 """
 
 
+AFTERWARDS = """
+rollouts.trained = module
+documents = next(iter(StepLoader(rollouts, accumulation, False, max_steps=1))).documents
+fit(module, StepLoader(rollouts, accumulation, False, max_steps=2))
+texts = [policy.tokenizer.decode(each.tokens[each.loss_mask]) for each in documents]
+print(json.dumps({
+    "updates of the critic": module.critic.num_updates,
+    "rewards": [[each.reward, text.count("9") / 7] for each, text in zip(documents, texts)],
+}))
+"""
+
+
 ABOVE = ("config", "assembly", "launch")
 """The rooms that know the configuration: tests/test_imports.py sees that no other imports it."""
 
@@ -44,7 +56,7 @@ def programs() -> list[str]:
 
 
 def test_each_program_has_ten_lines_beside_its_imports():
-    assert len(programs()) == 4
+    assert len(programs()) == 5
     for program in programs():
         parts = [part for part in ast.parse(program).body if not isinstance(part, ast.ImportFrom)]
         assert 0 < sum(part.end_lineno - part.lineno + 1 for part in parts) <= 10
@@ -58,13 +70,17 @@ def test_the_programs_make_two_steps_without_the_configuration(monkeypatch, caps
     for name in {*refused, *sys.modules}:
         if name in refused or name.startswith(tuple(f"{above}." for above in refused)):
             monkeypatch.setitem(sys.modules, name, None)
-    program = "\n".join([*programs(), SEEN])
+    *first, last = programs()
+    program = "\n".join([*first, SEEN, last, AFTERWARDS])
     exec(compile(program, "parts", "exec"), {"__name__": "parts"})
-    seen = json.loads(capsys.readouterr().out.splitlines()[-1])
+    seen, of_own = [json.loads(line) for line in capsys.readouterr().out.splitlines()[-2:]]
     assert seen["updates"] == 2
     assert seen["documents"] == 16
     assert len(seen["lengths"]) == 4
     assert seen["are equal"]  # at temperature 0
+    assert of_own["updates of the critic"] == 2
+    assert len(of_own["rewards"]) == 8
+    assert all(reward == expected for reward, expected in of_own["rewards"])
     # A schedule that ends before the run does, and one that the run ends before.
     cosine, linear = seen["refused"]
     assert "needs max_steps=5, as the StepLoader has (got schedule=cosine, which ends at" in cosine

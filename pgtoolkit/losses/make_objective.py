@@ -282,12 +282,6 @@ def _check_level(tokens: Tokens, loss: Loss, is_whole_step: bool) -> None:
             "log-probs of the step. Compute its coefficients by pgtoolkit.step_coefficients, and "
             "give them here as coefficients="
         )
-    if loss.correction is not None and "groups" in family.asked:
-        raise ValueError(
-            f"correction={loss.correction.name!r} beside the loss function {family.name}, which "
-            "asks for groups: the factor of one document would scale the others. The function may "
-            "read sampling_log_probs itself"
-        )
     if tokens.trajectory_index is not None:
         raise ValueError(
             f"the loss function {family.name} depends on whole groups, and does not know "
@@ -297,14 +291,7 @@ def _check_level(tokens: Tokens, loss: Loss, is_whole_step: bool) -> None:
 
 def _check_centering(tokens: Tokens, loss: Loss) -> None:
     """Raise ValueError for what does not go with score centering."""
-    if not loss.family.score_centering:
-        return
-    if loss.correction is not None:
-        raise ValueError(
-            f"score_centering beside correction={loss.correction.name!r}: the family's own factor "
-            "corrects for the sampler already, and old_log_probs are the sampler's"
-        )
-    if tokens.sampling_kept_ids is not None:
+    if loss.family.score_centering and tokens.sampling_kept_ids is not None:
         raise ValueError(
             "score_centering beside sampling_kept_ids: the likeliest tokens have their "
             "probabilities under the whole vocabulary"

@@ -84,6 +84,7 @@ class Loss:
             )
         if self.entropy_top_fraction is not None:
             check_fraction("entropy_top_fraction", self.entropy_top_fraction)
+        _check_correction(self)
 
     @property
     def reads_old_log_probs(self) -> bool:
@@ -127,6 +128,25 @@ class Loss:
         if self.metrics == "basic" and self.entropy_coefficient:
             return "with_entropy"
         return self.metrics
+
+
+def _check_correction(loss: Loss) -> None:
+    """Raise ValueError for a correction beside a family that corrects for the sampler itself."""
+    family = loss.family
+    if loss.correction is None:
+        return
+    if isinstance(family, FunctionFamily) and "groups" in family.asked:
+        raise ValueError(
+            f"correction={loss.correction.name!r} beside the loss function {family.name}, which "
+            "asks for groups: the factor of one document would scale the others. Use "
+            "correction=None; the function may read sampling_log_probs itself"
+        )
+    if family.score_centering:
+        raise ValueError(
+            f"score_centering beside correction={loss.correction.name!r}: the family's own factor "
+            "corrects for the sampler already, and old_log_probs are the sampler's. Use "
+            "correction=None"
+        )
 
 
 def _check_parts(loss: Loss) -> None:

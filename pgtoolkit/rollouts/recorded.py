@@ -74,7 +74,9 @@ class RecordedRollouts(Source):
     tokenizer: LoadTokenizer | None = None
     one_advantage: bool = False
     instead_of_parts: str | None = None
-    without_old_log_probs: str | None = None
+    without_old_log_probs: str | None = (
+        "reads_old_log_probs=False with a loss that reads none, such as Loss(Reinforce(), ...)"
+    )
 
     def __post_init__(self) -> None:
         problem = misfit(self.values_by_key)

@@ -18,16 +18,17 @@ Values = Mapping[str, object]
 
 
 def misfit(values: Values, of_own_loss: Iterable[Needed] = ()) -> str | None:
-    """Return the refusal of parts that do not meet a rule, None where they meet all.
+    """Return the refusals of parts that do not meet all rules, a line each; None where they do.
 
     A rule on keys that are not among the values is passed over.
     of_own_loss: rules that hold for a loss of the user's own.
     """
+    refusals = []
     for row in (*ROWS, *of_own_loss, *_rows_of_keys()):
         named = {parts(single)[0] for single in (*singles(row.when), *singles(row.needs))}
         if named <= values.keys() and holds(row.when, values) and not holds(row.needs, values):
-            return _refusal(row, values)
-    return None
+            refusals.append(_refusal(row, values))
+    return "\n".join(dict.fromkeys(refusals)) or None
 
 
 def _rows_of_keys() -> Iterator[Needed]:
@@ -47,6 +48,8 @@ def _refusal(row: Needed, values: Values) -> str:
     setting = parts(singles(row.when)[0])[0]
     failing = parts(next(single for single in singles(row.needs) if not holds(single, values)))[0]
     uses = [_typed(use) for use in (row.use or row.needs).split(" or ")]
+    if values.get("kl.place") == "reward":
+        uses = [use.replace(_OF_VALUES["kl=none"], "SampledRollouts(penalty=None)") for use in uses]
     return (
         f"{_given(setting, values[setting])} needs {_condition(row.needs)} (got "
         f"{_given(failing, values[failing])}). {row.because} Use {', or '.join(uses)}."

@@ -15,6 +15,7 @@ from pgtoolkit.completion import Completion, Prompt, Request
 from pgtoolkit.document import Document, fields_of
 from pgtoolkit.errors import DataError, VerifierLost
 from pgtoolkit.losses.adaptive_kl import AdaptiveKL
+from pgtoolkit.losses.checks import check_object
 from pgtoolkit.losses.corrections import Correction
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
@@ -175,7 +176,13 @@ class SampledRollouts(Source):
         return values
 
     def _check_parts(self) -> None:
-        """Raise ValueError for parts that do not fit each other."""
+        """Raise ValueError for parts of another kind, or that do not fit each other."""
+        check_object("task", self.task, TokenizedTask, "TokenizedTask(task, policy.tokenizer, ...)")
+        use = "PolicyRolloutSettings(max_completion_length=256)"
+        check_object("settings", self.settings, PolicyRolloutSettings, use)
+        check_object("estimator", self.estimator, Estimator, "Estimator('dr_grpo')")
+        use = "AccumulationSettings(docs_per_step=64, max_tokens=8192)"
+        check_object("accumulation", self.accumulation, AccumulationSettings, use)
         values = self.values_by_key
         if self.penalty is not None:
             values |= {"kl": self.penalty.kind, "kl.place": "reward"}

@@ -44,6 +44,13 @@ def make_step(
     document has one advantage and none names a trajectory.
     """
     check_whole("max_tokens", max_tokens, 1)
+    given = [documents] if isinstance(documents, Document) else documents
+    wrong = [each for each in given if given is not documents or not isinstance(each, Document)]
+    if wrong:
+        raise ValueError(
+            f"make_step needs a list of Document (got {type(wrong[0]).__name__}). Use "
+            "make_step([Document(tokens=..., loss_mask=..., ...), ...], max_tokens)"
+        )
     if share_prompts not in (True, False, "auto"):
         raise ValueError(f"share_prompts needs True, False or 'auto' (got {shown(share_prompts)})")
     trained = [document.num_trained for document in documents]

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from pgtoolkit.batch import pack_sampled
 from pgtoolkit.completion import Completion, Request
 from pgtoolkit.document import SampledDocument
-from pgtoolkit.errors import ConfigError, NumericalError
+from pgtoolkit.errors import ConfigError, DataError, NumericalError
 from pgtoolkit.model.architectures import MODEL_TYPES
 from pgtoolkit.model.decoding import Routing
 from pgtoolkit.model.generate import generate
@@ -228,6 +229,8 @@ class TransformersSampler:
         They are the same whatever else is sampled, by whichever process. One log-prob per token is
         kept, however large the vocabulary is.
         """
+        for request in requests:
+            self._check(request)
         uses_copy = not self.is_async and self._ready is not self.live
         if uses_copy and not self._keeps_copy:
             self._load(self.live.weights())
@@ -245,6 +248,32 @@ class TransformersSampler:
         if shares_gpu and not self.is_async and not more:
             torch.cuda.empty_cache()  # else nothing but graphs could use the memory that they had
         return [completions[number] for number in range(len(rows))]
+
+    def _check(self, request: Request) -> None:
+        """Raise DataError for a request that the model has no tokens or no positions for."""
+        tokens = request.tokens
+        name = "a request" if request.prompt is None else f"the prompt at {request.prompt.place}"
+        if not isinstance(tokens, list) or not tokens:
+            got = f"a {type(tokens).__name__}" if len(tokens) else "none"
+            raise DataError(
+                f"{name} needs a list of at least one token (got {got}). The prompt predicts the "
+                "first token of a completion. Use Request(tokens.tolist(), ...), or a text that "
+                "the tokenizer makes tokens of."
+            )
+        vocabulary = self.live.vocabulary_size
+        wrong = [token for token in (min(tokens), max(tokens)) if not 0 <= token < vocabulary]
+        if wrong:
+            raise DataError(
+                f"{name} needs tokens from 0 to {vocabulary - 1}, of which the model has weights "
+                f"(got {wrong[0]}). Use those of policy.tokenizer."
+            )
+        longest = min(self.settings.max_new_tokens, request.max_tokens or sys.maxsize)
+        if len(tokens) + longest > self.live.max_positions:
+            raise DataError(
+                f"{name} has {len(tokens)} tokens, and a completion up to {longest}: more than the "
+                f"{self.live.max_positions} positions of the model. Use shorter prompts, a "
+                "smaller max_completion_length, or a model of more positions."
+            )
 
     def _batches(self, rows: list[_Row]) -> Iterator[list[_Row]]:
         """Yield the rows that are sampled at once, the one with the longest completion first.

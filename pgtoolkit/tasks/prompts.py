@@ -94,7 +94,14 @@ class TokenizedTask:
         self.between = BetweenTurns(self.tokenizer, self.ends, self.chat)
 
     def prompt(self, index: int) -> Prompt:
-        return self.task.prompt(index)
+        prompt = self.task.prompt(index)
+        if not isinstance(prompt, Prompt):
+            raise TypeError(
+                f"{type(self.task).__name__}.prompt needs to return a Prompt (got "
+                f"{prompt!r:.60}). Use Prompt(text, answer, index, place=f'prompt {{index}}') of "
+                "pgtoolkit.completion."
+            )
+        return prompt
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Return the tokens of each prompt: those that the chat template gives, if there is one.
@@ -238,7 +245,16 @@ class TokenizedTask:
             responses.append(
                 Response(prompt, text, finished, completion.tokens, messages, state, plain)
             )
-        return self.task.scores(responses)
+        scores = self.task.scores(responses)
+        others = [score for score in scores if not isinstance(score, Score)]
+        if others or len(scores) != len(responses):
+            got = f"{others[0]!r:.60}" if others else f"{len(scores)} of {len(responses)}"
+            raise TypeError(
+                f"{type(self.task).__name__} needs a Score for each completion (got {got}). The "
+                "reward is a part of it. Use return Score(reward, exact_match=reward >= 1), of "
+                "pgtoolkit.tasks.tasks, in its method score."
+            )
+        return scores
 
     def close(self) -> None:
         """End what scoring has started."""

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Protocol, TypeVar
 
 from pgtoolkit.completion import Prompt
@@ -36,6 +37,18 @@ class Score:
     measures: dict[str, float] = field(default_factory=dict)
     failed: bool = False
     logged: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in (("reward", self.reward), *self.measures.items()):
+            if not isinstance(value, Real) and (value is not None or name != "reward"):
+                raise ValueError(
+                    f"Score needs a number as {name} (got {value!r:.60}). Use float(...)"
+                )
+        if self.exact_match is not None and not isinstance(self.exact_match, bool | int):
+            raise ValueError(
+                f"Score needs exact_match=True, False or None (got {self.exact_match!r:.60}). Use "
+                "bool(...)"
+            )
 
 
 def above_one(giver: str, score: float, on: str) -> str:
@@ -76,7 +89,7 @@ class Task:
     alphabet: str | None = None
 
     def prompt(self, index: int) -> Prompt:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} needs a method prompt(index)")
 
     def row(self, index: int) -> int:
         """Return the number of a prompt's row. If prompts never end, each is a row by itself."""
@@ -97,7 +110,8 @@ class Task:
 
         finished: whether it ended by itself, with the end of the sequence or a stop string.
         """
-        raise NotImplementedError
+        name = type(self).__name__
+        raise NotImplementedError(f"{name} needs a method score(prompt, completion, finished)")
 
     def scores(self, responses: Sequence[Response]) -> list[Score]:
         """Return the `score` of each, in their order."""

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 
 from pgtoolkit.batch import Step
+from pgtoolkit.losses.checks import check_object
 from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.training import frameworks
 from pgtoolkit.training.accumulation import DynamicAccumulation
@@ -38,6 +39,14 @@ def fit(
     a schedule that ends with another step than the loader, and for rollouts and steps that do not
     fit the loss.
     """
+    check_object("module", module, DynamicAccumulation, "PolicyGradientModule(policy, loss, ...)")
+    if not isinstance(loader, StepLoader):
+        raise ValueError(
+            f"fit needs a StepLoader (got a {type(loader).__name__}). It knows where a batch of "
+            "rollouts ends. Use StepLoader(rollouts, accumulation, close_on_groups=False, "
+            "max_steps=...), or lightning.Trainer(max_epochs=1).fit(module, dataloader) for a "
+            "DataLoader whose collate_fn is make_step."
+        )
     if isinstance(module, PolicyGradientModule):
         module.refuse_another_end(loader.max_steps)
         check_parts(module, loader)

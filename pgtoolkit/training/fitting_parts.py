@@ -231,6 +231,13 @@ def _check_sampled(module: ModuleOfParts, source: SampledRollouts, loader: StepL
             "reference=None",
         )
     adaptive = module.adaptive_kl
+    if adaptive is None and source.adaptive_kl is not None:
+        _refuse(
+            "SampledRollouts(adaptive_kl=...) needs to be that of the module",
+            None,
+            "Else its coefficient is in no metrics and in no checkpoint.",
+            "module.adaptive_kl = rollouts.adaptive_kl",
+        )
     if adaptive is None:
         return
     try:

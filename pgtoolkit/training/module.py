@@ -315,6 +315,7 @@ class PolicyGradientModule(DynamicAccumulation):
             self.reference_is_due = kept["reference_is_due"]
 
     def take_step(self, step: Step) -> StepOutput:
+        self._check_tokens(step)
         self._check_sampling_log_probs(step)
         self._check_ref_log_probs(step)
         self._check_returns(step)
@@ -731,6 +732,15 @@ class PolicyGradientModule(DynamicAccumulation):
     def reads_old_log_probs(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.loss.reads_old_log_probs
 
+    def _check_tokens(self, step: Step) -> None:
+        """Raise DataError for tokens without weights, and for documents beyond the positions, of
+        the policy or of the reference."""
+        for micro_batch in step.micro_batches:
+            _check_tokens_of("policy", self.policy, micro_batch)
+            if self.reference is not None:
+                read = micro_batch.for_reference or micro_batch
+                _check_tokens_of("reference", self.reference, read)
+
     def _check_sampling_log_probs(self, step: Step) -> None:
         """Raise DataError for documents without the sampler's log-probs that the loss reads.
 
@@ -848,6 +858,34 @@ class PolicyGradientModule(DynamicAccumulation):
 
     def _with_precision(self, head: LMHead) -> LMHead:
         return replace(head, fp32_logits=self.policy.fp32_lm_head)
+
+
+def _check_tokens_of(name: str, policy: Policy, micro_batch: MicroBatch) -> None:
+    """Raise DataError for a micro-batch that a policy cannot read. name: of the argument."""
+    if not len(micro_batch.tokens):
+        return
+    for what, numbers, limit, use in (
+        (
+            "token",
+            micro_batch.tokens,
+            policy.vocabulary_size,
+            "tokens of its tokenizer",
+        ),
+        (
+            "position",
+            micro_batch.position_ids,
+            policy.max_positions,
+            "shorter documents, or a model of more positions",
+        ),
+    ):
+        highest = int(numbers.max())
+        if highest < limit:
+            continue
+        place = int(micro_batch.document_index[int(numbers.argmax())])
+        raise DataError(
+            f"{micro_batch.names[place]} needs {what}s below {limit}, those of the {name}'s model "
+            f"(got {highest}). Use {use}."
+        )
 
 
 _COPY = (

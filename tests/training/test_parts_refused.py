@@ -16,6 +16,7 @@ from builders.rollout_rows import good_row, write_jsonl
 from transformers import PreTrainedModel
 
 from pgtoolkit import corrections
+from pgtoolkit.completion import Prompt, Request
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
 from pgtoolkit.families import Gspo, Lpo, Reinforce, Tpo
 from pgtoolkit.kernels.losses import Computation
@@ -47,7 +48,7 @@ from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.sampling.settings import TransformersSamplerSettings
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.settings import ReverseTaskSettings
-from pgtoolkit.tasks.tasks import ReverseTask
+from pgtoolkit.tasks.tasks import ReverseTask, Score
 from pgtoolkit.training.critic import with_value_head
 from pgtoolkit.training.fit import fit
 from pgtoolkit.training.fitting_parts import check_parts
@@ -893,3 +894,165 @@ def test_documents_share_a_prompt_only_where_the_model_keeps_them_apart(policy):
     module.log_probs(make_step(documents(), 16).micro_batches[0])
     with pytest.raises(ConfigError, match=r"share_prompts needs .*gpt2.* Use share_prompts=False"):
         module.log_probs(make_step(documents(), 16, share_prompts=True).micro_batches[0])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([1, 2, 12, 4], r"^row 4 needs tokens below 12, those of the policy's model \(got 12\)"),
+        ([1, 2, 3, -1], r"^the tokens of row 4 need ids of 0 or more \(got -1\)\. .* no padding"),
+        ([1] * 65, r"^row 4 needs positions below 64, .* \(got 64\)\. Use shorter documents"),
+    ],
+)
+def test_tokens_that_the_model_cannot_read_are_refused_by_their_document(policy, tokens, message):
+    first, second = documents()
+    mask = torch.arange(len(tokens)) >= len(tokens) - 2
+    wrong = replace(first, tokens=torch.tensor(tokens), loss_mask=mask)
+    with pytest.raises(DataError, match=message):
+        module_of(policy).take_step(make_step([second, wrong], 128))
+
+
+def test_the_longest_document_of_the_model_s_positions_is_not_refused(policy):
+    mask = torch.arange(64) >= 62
+    longest = replace(documents()[0], tokens=torch.full((64,), 11), loss_mask=mask)
+    module_of(policy)._check_tokens(make_step([longest], 64))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group": "a"}, r"^group of row 4 needs a whole number \(got 'a'\)"),
+        ({"group": 1.5}, r"^group of row 4 needs a whole number \(got 1\.5\)"),
+        ({"reward": torch.tensor(1.0)}, r"^reward of row 4 needs a number .* Use reward=float\("),
+    ],
+)
+def test_a_document_of_other_kinds_of_numbers_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(documents()[0], **changes)
+
+
+def test_a_step_is_made_of_documents():
+    for given in (documents()[0], [{"tokens": [1, 2]}]):
+        wrong: Any = given
+        with pytest.raises(ValueError, match=r"^make_step needs a list of Document \(got "):
+            make_step(wrong, 16)
+
+
+def test_what_fit_cannot_train_is_refused_with_what_can(policy):
+    module = module_of(policy)
+    for given in (torch.utils.data.DataLoader(documents()), loader_of(module).source):
+        wrong: Any = given
+        with pytest.raises(ValueError, match=r"^fit needs a StepLoader .*max_epochs=1\)\.fit\("):
+            fit(module, wrong)
+    bare: Any = policy
+    with pytest.raises(ValueError, match=r"^module needs an object of DynamicAccumulation"):
+        fit(bare, loader_of(module))
+    with pytest.raises(ValueError, match=r"^estimator needs an object of Estimator"):
+        loader_of(module, estimator=None)
+
+
+class Answering(ReverseTask):
+    """Returns what it is told to, in the place of a prompt or of a score."""
+
+    def prompt(self, index):
+        return self.prompts.get(index) or super().prompt(index)
+
+    def score(self, prompt, completion, finished):
+        return self.given
+
+    prompts: Any = NOTHING
+    given: Any = Score(1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"given": 1.0},
+            r"^Told needs a Score for each completion \(got 1\.0\).* return Score\(rew",
+        ),
+        ({"given": None}, r"^Told needs a Score for each completion \(got None\)"),
+        ({"prompts": {0: "12="}}, r"^Told\.prompt needs to return a Prompt \(got '12='\)"),
+        (
+            {"prompts": {0: Prompt("", "", 0, "row 0")}},
+            r"^the prompt at row 0 needs a list of at least one token \(got none\)",
+        ),
+        (
+            {"prompts": {0: Prompt("1" * 61, "", 0, "row 0")}},
+            r"^the prompt at row 0 has 61 tokens, and a completion up to 4: more than the 64 pos",
+        ),
+    ],
+)
+def test_a_task_of_one_s_own_that_returns_something_else_is_refused(policy, given, message):
+    kind = type("Told", (Answering,), given)
+    with pytest.raises((DataError, TypeError), match=message):
+        next(iter(loader_of(module_of(policy), task=kind)))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("x", True), "Score needs a number as reward"),
+        ((torch.tensor(1.0), True), "Score needs a number as reward"),
+        ((1.0, "yes"), "Score needs exact_match=True, False or None"),
+        ((1.0, True, {"first": None}), "Score needs a number as first"),
+    ],
+)
+def test_a_score_of_other_kinds_of_numbers_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        Score(*given)
+
+
+@pytest.mark.parametrize("tokens", [[12], [-1], "12=", torch.tensor([1, 2])])
+def test_a_request_of_tokens_that_the_model_lacks_is_refused(policy, tokens):
+    sampling = PolicyRolloutSettings(max_completion_length=4).sampling
+    sampler = TransformersSampler(policy, sampling, TransformersSamplerSettings())
+    with pytest.raises(
+        DataError, match=r"^a request needs (tokens from 0 to 11|a list of at least)"
+    ):
+        sampler.complete([Request(tokens, completions=1, seed=0)])
+
+
+def test_all_broken_rules_are_told_together_a_line_each(policy):
+    module = module_of(policy)
+    rollout = {"lag": 1, "passes": 2}
+    accumulation = MICRO_BATCHES | {"last_step": "carry"}
+    with pytest.raises(ValueError, match="needs") as refused:
+        loader_of(module, rollout=rollout, accumulation=accumulation)
+    told = str(refused.value).splitlines()
+    for begins in (r"PolicyRolloutSettings(lag=1) needs", r"PolicyRolloutSettings(passes=2) needs"):
+        assert any(line.startswith(begins) and "Use " in line for line in told), told
+    assert len(told) == len({*told}) >= 2
+
+
+def test_a_penalty_on_rewards_without_a_reference_is_refused_in_the_words_that_were_typed(policy):
+    module = module_of(policy)
+    with pytest.raises(ConfigError, match=r", or SampledRollouts\(penalty=None\)\.$"):
+        check_parts(module, loader_of(module, penalty=KL("k3", 0.1)))
+
+
+def test_a_correction_beside_a_loss_that_has_no_place_for_it_is_refused_at_once(policy):
+    for family in (Tpo(), FunctionLoss(of_groups)):
+        with pytest.raises(ValueError, match=r"^correction='token_mask' beside .* correction=None"):
+            module_of(policy, family=family, correction=MASK)
+    with pytest.raises(ValueError, match=r"^score_centering beside correction='token_mask'"):
+        module_of(policy, correction=MASK, **CENTERED)
+
+
+def test_rows_without_old_log_probs_are_refused_with_what_reads_none(policy, tmp_path):
+    row = good_row(advantage=0.5, old_log_probs=...)
+    settings = RecordedRolloutSettings(path=str(write_jsonl(tmp_path / "rows.jsonl", [row])))
+    with pytest.raises(DataError, match=r"Use reads_old_log_probs=False with a loss .*Reinforce"):
+        RecordedRollouts(settings, Estimator("given"), None)
+    rollouts = RecordedRollouts(settings, Estimator("given"), None, reads_old_log_probs=False)
+    assert rollouts.num_documents == 1
+
+
+def test_a_coefficient_of_rollouts_that_the_module_does_not_know_is_refused(policy):
+    module = module_of(policy, reference=True)
+    options = {"penalty": KL("k3", 0.1), "adaptive_kl": AdaptiveKL(0.1, 1000, 0.1)}
+    loader = loader_of(module, **options)
+    with pytest.raises(ConfigError, match=r"Use module\.adaptive_kl = rollouts\.adaptive_kl\.$"):
+        check_parts(module, loader)
+    module.adaptive_kl = options["adaptive_kl"]
+    check_parts(module, loader)
