@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 MAX_CHARACTERS = 1000
@@ -106,6 +107,24 @@ class ConfigError(PgtoolkitError):
     """The configuration was refused; the message lists every problem found."""
 
     exit_status = ExitStatus.refused
+
+
+@contextlib.contextmanager
+def kept(problems: list[str]) -> Iterator[None]:
+    """Keep what a ConfigError says among the problems, so that others are looked for, too.
+
+    `refuse_all` raises them together.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        problems.append(str(error))
+
+
+def refuse_all(problems: Sequence[str]) -> None:
+    """Raise one ConfigError of all problems, if there are any."""
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
 
 
 class DataError(PgtoolkitError, ValueError):

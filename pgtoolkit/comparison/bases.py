@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from pgtoolkit.comparison.common_measure import (
     why_unlike,
@@ -26,18 +27,18 @@ def keys_of(
     Raises ConfigError for a name that is not in `keys` or `others`.
     """
     known = {shown(key): key for key in (*keys, *others)}
-    for name in names:
-        if name not in known:
-            if not keys:
-                raise ConfigError(
-                    f"{option}={name} needs a key that tells the runs apart. These "
-                    f"runs differ in no key. Use runs that do, or leave {option} out."
-                )
-            listing = ", ".join(map(shown, keys))
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        setting = f"{option}={','.join(unknown)}"
+        if not keys:
             raise ConfigError(
-                f"{option}={name} needs a key that tells the runs apart. These are "
-                f"{listing}. Use {option}={shown(keys[0])}."
+                f"{setting} needs a key that tells the runs apart. These runs differ in no key. "
+                f"Use runs that do, or leave {option} out."
             )
+        raise ConfigError(
+            f"{setting} needs a key that tells the runs apart. These are "
+            f"{', '.join(map(shown, keys))}. Use {option}={shown(keys[0])}."
+        )
     return [known[name] for name in names]
 
 
@@ -69,21 +70,7 @@ def planned(compared: Compared, against: str) -> set[tuple[int, int]]:
         "" that configuration is the base. An option that is a file of the user's, as in
         loss=clip_0.1, stands for the keys of its group that the runs differ in.
     """
-    bases = compared.groups
-    along: list[str] = []
-    for pair in against.split(",") if against else compared.keys:
-        key, is_given, value = pair.partition("=")
-        of_pair = [key]
-        fitting = []
-        if key in compared.keys:
-            value = value if is_given else text(compared.first.values[key])
-            fitting = [group for group in bases if is_typed(value, text(group.values[key]))]
-        if not fitting and is_given and key in OPTION_KEYS:
-            of_pair = [name for name in compared.keys if is_inside(name, key)]
-            fitting = [group for group in bases if of_pair and has_typed(group, pair)]
-        _refuse_against(compared, against, bool(fitting))
-        bases = fitting
-        along += of_pair
+    bases, along = bases_of(compared.groups, compared.keys, compared.first, against)
     compared.axis = along if against else []
     compared.groups = bases + [group for group in compared.groups if group not in bases]
     others = [key for key in compared.keys if key not in (*along, compared.best_of)]
@@ -95,6 +82,33 @@ def planned(compared: Compared, against: str) -> set[tuple[int, int]]:
         pairs = {(i, j) for i in range(len(bases)) for j in after if rests[i] == rests[j]}
     _refuse_nothing_to_compare(compared, against, bases, pairs)
     return pairs
+
+
+def bases_of(
+    groups: list[RunGroup], keys: Sequence[str], first: RunGroup, against: str
+) -> tuple[list[RunGroup], list[str]]:
+    """Return (the groups that have all values of `against`, the keys that it names).
+
+    keys: those that tell the groups apart. first: the sweep's first group. against: see `planned`.
+    Raises ConfigError where no group has them.
+    """
+    bases = groups
+    along: list[str] = []
+    for pair in against.split(",") if against else keys:
+        key, is_given, value = pair.partition("=")
+        of_pair = [key]
+        fitting = []
+        if key in keys:
+            value = value if is_given else text(first.values[key])
+            fitting = [group for group in bases if is_typed(value, text(group.values[key]))]
+        if not fitting and is_given and key in OPTION_KEYS:
+            of_pair = [name for name in keys if is_inside(name, key)]
+            fitting = [group for group in bases if of_pair and has_typed(group, pair)]
+        if not fitting:
+            _refuse_against(groups, keys, against)
+        bases = fitting
+        along += of_pair
+    return bases, along
 
 
 def _refuse_nothing_to_compare(
@@ -141,15 +155,11 @@ def has_typed(group: RunGroup, option: str) -> bool:
     )
 
 
-def _refuse_against(compared: Compared, against: str, is_right: bool) -> None:
-    """Raise ConfigError, with all that --against takes, unless it is right."""
-    if is_right:
-        return
-    values = dict.fromkeys(
-        f"{key}={text(group.values[key])}" for key in compared.keys for group in compared.groups
-    )
+def _refuse_against(groups: list[RunGroup], keys: Sequence[str], against: str) -> NoReturn:
+    """Raise ConfigError with all that --against takes."""
+    values = dict.fromkeys(f"{key}={text(group.values[key])}" for key in keys for group in groups)
     if not values:
-        keys_of("--against", [against], compared.keys)
+        keys_of("--against", [against], [])
     meant = [value for value in values if is_typed(against, value.partition("=")[2])]
     meant = meant or [nearest(against, [*values], 0) or next(iter(values))]
     raise ConfigError(

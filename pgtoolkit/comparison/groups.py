@@ -13,6 +13,7 @@ import numpy as np
 
 from pgtoolkit.comparison import measures
 from pgtoolkit.comparison.bases import (
+    bases_of,
     first_of_sweep,
     has_typed,
     is_typed,
@@ -42,7 +43,7 @@ from pgtoolkit.comparison.pairs import block_of, is_of_blocks, leave_out_unpaire
 from pgtoolkit.comparison.statistics import Comparisons, Sample
 from pgtoolkit.config.keys import KEYS, OPTION_KEYS, changes_learning, is_inside, key_named, shown
 from pgtoolkit.config.own_code import as_typed, changed_defaults, with_defaults
-from pgtoolkit.errors import ConfigError
+from pgtoolkit.errors import ConfigError, kept, refuse_all
 from pgtoolkit.rollouts.settings import POSITION
 from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE
@@ -84,8 +85,10 @@ def compare(
         raise ConfigError(
             f"pgtk compare needs a run that can be read (got none). {listing}. Use other folders."
         )
+    problems: list[str] = []
     if margin is not None:
-        measures.margin_of(margin)  # refuses a bad one before the work
+        with kept(problems):
+            measures.margin_of(margin)  # refuses a bad one before the work
     readable, notes = same_data(readable)
     over_keys = over.split(",") if over else []
     readable = _named_by_files(readable, ignore_code)
@@ -96,21 +99,41 @@ def compare(
     evaluated = dict.fromkeys(
         name for run in readable for name in run.config if name.startswith("evaluation.")
     )
-    blocks = keys_of("--over", over_keys, keys, [*common, *evaluated])
+    blocks: list[str] = []
+    with kept(problems):
+        blocks = keys_of("--over", over_keys, keys, [*common, *evaluated])
     keys = [key for key in keys if key not in blocks]
 
     groups = _grouped(readable, keys)
-    metric, measure, threshold, notes_of_metric = _metric(groups, metric, reach, ignore_code)
-    notes += notes_of_metric
-    groups, asked = _told_apart(
-        groups, metric, ignore_code, decided_by_blocks(readable, metric, ignore_code, blocks)
-    )
+    asked: list[str] = []
+    named = None
+    with kept(problems):
+        named = _metric(groups, metric, reach, ignore_code)
+    if named is not None:
+        of_blocks = decided_by_blocks(readable, named[0], ignore_code, blocks)
+        groups, asked = _told_apart(groups, named[0], ignore_code, of_blocks)
     for group in groups:
-        left_out += _count(group, metric, blocks)
         group.values = {shown(key): value for key, value in group.values.items()}
     folders = _common_folders(groups)
-    names_of_values = _labels(labels, groups, folders)
+    names_of_values: dict[tuple[str, str], str] = {}
+    # Without a metric it is not known which keys of an evaluation tell runs apart.
+    known = [label for label in labels if named or not label.startswith("evaluation.")]
+    with kept(problems):
+        names_of_values = _labels(known, groups, folders)
+    telling = [*map(shown, keys), *asked]
+    first = first_of_sweep(groups, readable)
+    if best_of is not None:
+        with kept(problems):
+            keys_of("--best-of", [best_of], telling)
+    if against is not None and (named or not against.startswith("evaluation.")):
+        with kept(problems):
+            bases_of(groups, telling, first, against)
+    refuse_all(problems)
+    assert named is not None
+    metric, measure, threshold, notes_of_metric = named
+    notes += notes_of_metric
     for group in groups:
+        left_out += _count(group, metric, blocks)
         group.labels = names_of_values
         group.folders = folders
 
@@ -126,11 +149,11 @@ def compare(
         axes=_axes(goal, reached),
         limit=limit,
         after_limit=after_limit,
-        keys=[*map(shown, keys), *asked],
+        keys=telling,
         following=[shown(key) for key in following],
         common=common,
         groups=groups,
-        first=first_of_sweep(groups, readable),
+        first=first,
         comparisons=Comparisons([]),
         left_out=left_out,
         notes=notes,

@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 from typing import NoReturn
 
-from pgtoolkit.errors import ConfigError, ExitStatus, PgtoolkitError
+from pgtoolkit.errors import ConfigError, ExitStatus, PgtoolkitError, kept, refuse_all
 from pgtoolkit.launch.command_arguments import ARGUMENTS, COMPARISON_FILES
 from pgtoolkit.system.output_files import refuse_unwritable
 from pgtoolkit.system.plain_files import plain_run, write_atomically
@@ -71,22 +71,27 @@ def _where_code_may_be(problem: str, argv: list[str], command: str) -> str:
 
 def _compare(args: argparse.Namespace, parser: _Parser) -> None:
     files = {kind: getattr(args, kind) for kind in COMPARISON_FILES if getattr(args, kind)}
-    refuse_unwritable(
-        {f"--{kind.replace('_', '-')}": path for kind, path in files.items()},
-        pictures=("--figure",),
-    )
+    problems: list[str] = []
+    with kept(problems):
+        refuse_unwritable(
+            {f"--{kind.replace('_', '-')}": path for kind, path in files.items()},
+            pictures=("--figure",),
+        )
 
     from pgtoolkit.comparison.bases import refuse_other_measures
     from pgtoolkit.comparison.figure import panels_named
     from pgtoolkit.comparison.groups import compare
-    from pgtoolkit.comparison.measures import runs_with
+    from pgtoolkit.comparison.measures import margin_of, parse_metric, parse_reach, runs_with
     from pgtoolkit.comparison.reports import as_json, write
     from pgtoolkit.comparison.text_report import render_comparison
 
-    _refuse_overrides(args.runs)
-    panels_named(args.panels, args.best_of)  # refuses a bad one before the work
+    # All flags are looked at before the work.
+    with kept(problems):
+        _refuse_overrides(args.runs)
+    with kept(problems):
+        panels_named(args.panels, args.best_of)
     if args.panels and not (args.figure or args.html):
-        raise ConfigError(
+        problems.append(
             refusal(
                 setting=f"--panels={args.panels}",
                 needs="--figure or --html",
@@ -95,6 +100,15 @@ def _compare(args: argparse.Namespace, parser: _Parser) -> None:
                 use=f"--figure=compare.pdf --panels={args.panels}",
             )
         )
+    for read, value in (
+        (parse_metric, args.metric),
+        (parse_reach, args.reach),
+        (margin_of, args.margin),
+    ):
+        if value is not None:
+            with kept(problems):
+                read(value)
+    refuse_all(problems)
     runs = runs_with(args.metric, args.reach, args.runs)
     is_pair = len(args.runs) == len(runs) == 2 and all(run.state != "unreadable" for run in runs)
     if is_pair and not args.json:

@@ -72,13 +72,21 @@ def evaluate_command(
     Raises PgtoolkitError.
     """
     run_dir = source if source is not None and is_run(source) else None
-    if run_dir is None:
-        _refuse_flags_of_runs(source, step, best, training_prompts)
     command = "pgtk evaluate" + ("" if source is None else f" {source}")
     trained = None if run_dir is None else saved_config(run_dir)
-    chosen, problems = _configuration(command, source, trained, overrides, on)
+    flags: list[str] = []
+    if run_dir is None:
+        if source is not None:
+            _refuse_no_model(command, source)
+        flags = _problems_of_flags(source, step, best, training_prompts)
+    elif step is not None and not (run_dir / f"checkpoints/step-{step:06d}").is_dir():
+        flags = _lacks_checkpoint(run_dir, command, step)
     try:
-        notes = _check(chosen, problems)
+        chosen, problems = _configuration(source, trained, overrides, on)
+    except ConfigError as error:
+        raise ConfigError("\n".join([*flags, str(error)])) from error
+    try:
+        notes = _check(chosen, [*flags, *problems])
     except (ConfigError, DataError) as error:
         raise type(error)(_as_typed(str(error), on)) from error
     for note in notes:
@@ -120,27 +128,39 @@ def evaluate_command(
 
 
 def _as_typed(message: str, on: Sequence[str]) -> str:
-    """Return a message about sets with the keys that can be typed: beside `on`, which makes the
-    sets, those of the task."""
-    return re.sub(r"evaluation\.sets\.\w+\.(?!path=)", "task.", message) if on else message
+    """Return a message about sets with what can be typed: beside `on`, which makes the sets, it
+    and the keys of the task."""
+    if not on:
+        return message
+    message = re.sub(r"evaluation\.sets\.\w+\.path=", "--on ", message)
+    return re.sub(r"evaluation\.sets\.\w+\.", "task.", message)
 
 
-def _refuse_flags_of_runs(
+def _lacks_checkpoint(run_dir: Path, command: str, step: int) -> list[str]:
+    """Return the problem with a run that has no checkpoint of this step."""
+    from pgtoolkit.assembly.export import lacks_checkpoint
+
+    problem = lacks_checkpoint(run_dir, command, step)
+    return [] if problem is None else [problem]
+
+
+def _problems_of_flags(
     source: Path | None, step: int | None, best: bool, training_prompts: bool
-) -> None:
-    """Raise ConfigError for a flag that only a run has a meaning for."""
+) -> list[str]:
+    """Return a problem for each flag that only a run has a meaning for."""
     flags = {
         f"--step={step}": (step is not None, "A run has several checkpoints."),
         "--best": (best, "A run has several checkpoints."),
         "--training-prompts": (training_prompts, "A run says which prompts it was trained on."),
     }
-    for flag, (is_set, reason) in flags.items():
-        if is_set:
-            raise ConfigError(refusal(flag, "a run directory", source, reason, f"no {flag}"))
+    return [
+        refusal(flag, "a run directory", source or "none", reason, f"no {flag}")
+        for flag, (is_set, reason) in flags.items()
+        if is_set
+    ]
 
 
 def _configuration(
-    command: str,
     source: Path | None,
     trained: Config | None,
     typed: list[str],
@@ -158,7 +178,7 @@ def _configuration(
         composed = compose(overrides, run_dir=source, evaluate="run")
     else:
         if source is not None:
-            overrides = [*_model_overrides(command, source, typed), *overrides]
+            overrides = [*_model_overrides(source, typed), *overrides]
         composed = compose(overrides, evaluate="model")
     problems = composed.problems
     if composed.config is None:
@@ -177,12 +197,8 @@ def _configuration(
     return absolute_paths(with_values(composed.config, measured_once)), problems
 
 
-def _model_overrides(command: str, folder: Path, typed: list[str]) -> list[str]:
-    """Return the overrides for a Hugging Face folder; raises PgtoolkitError where it is none.
-
-    Its completions are as long as its generation_config.json says, where nothing else is typed; a
-    note says so.
-    """
+def _refuse_no_model(command: str, folder: Path) -> None:
+    """Raise PgtoolkitError for what is no Hugging Face folder."""
     needs = "a run directory, or a model's Hugging Face folder"
     if (folder / ADAPTER_SETTINGS).is_file():
         reason = "Adapters are part of another model, into which pgtk export merges them."
@@ -190,6 +206,14 @@ def _model_overrides(command: str, folder: Path, typed: list[str]) -> list[str]:
         raise ConfigError(refusal(command, needs, f"adapters, {ADAPTER_SETTINGS}", reason, use))
     if not (folder / "config.json").is_file():
         raise not_a_run(command, folder, needs)
+
+
+def _model_overrides(folder: Path, typed: list[str]) -> list[str]:
+    """Return the overrides for a Hugging Face folder.
+
+    Its completions are as long as its generation_config.json says, where nothing else is typed; a
+    note says so.
+    """
     overrides = ["model=huggingface", f"model.path={json.dumps(str(folder))}"]
     key = "evaluation.max_completion_length"
     if key not in map(key_of, typed):

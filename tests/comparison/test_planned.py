@@ -676,7 +676,7 @@ def test_page_of_a_planned_comparison_has_tests_of_difference_and_of_equality(
         (
             ["--against", "loss=gpro"],
             "--against=loss=gpro needs what a configuration has: KEY=VALUE, or KEY alone for the "
-            "value of the first. These are loss=cispo, loss=gspo, loss=reinforce, loss=grpo. Use "
+            "value of the first. These are loss=cispo, loss=grpo, loss=gspo, loss=reinforce. Use "
             "--against=loss=grpo.",
         ),
         (["--against", "grpo"], "Use --against=loss=grpo."),
@@ -717,6 +717,21 @@ def test_bad_input_is_refused_in_one_line(study, capsys, arguments, expected):
     message = refusal(capsys, "compare", study, *arguments)
     assert expected in message
     assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--margin=x", "--reach=x", "--panels=no", "--csv=no_folder/a.csv"],
+        ["--over=no", "--metric=no", "--best-of=no", "--against=loss=no", "--label=no=b=c"],
+    ],
+)
+def test_wrong_flags_are_refused_together(study, capsys, flags):
+    lines = refusal(capsys, "compare", study, *flags).splitlines()
+    for flag in flags:
+        option = flag.partition("=")[0]
+        assert [line for line in lines if line.removeprefix("pgtk: error: ").startswith(option)]
+    assert "--panels=no" not in flags or "--panels=no needs --figure or --html" in "\n".join(lines)
 
 
 def test_html_report_has_the_exploratory_pairs(study, tmp_path):

@@ -432,7 +432,7 @@ def test_a_run_on_a_generated_task_is_evaluated_on_a_file_with_verifiers_of_the_
         ),
         (
             ["model=tiny", "--training-prompts"],
-            "--training-prompts needs a run directory (got null).",
+            "--training-prompts needs a run directory (got none).",
         ),
         (
             ["with", "--on", "other.jsonl", "task.path=test.jsonl"],
@@ -450,6 +450,19 @@ def test_prompts_of_training_and_ignored_settings_of_prompts_are_refused(
     assert "results" not in output.out
 
 
+def test_wrong_flags_of_an_evaluation_are_refused_with_wrong_settings(folder_of_files, capsys):
+    assert main(["evaluate", "--step=3", "--on", "no_file", "evaluation.temperature=-3"]) == 2
+    message = capsys.readouterr().err
+    assert "  --step=3 needs a run directory (got none)." in message
+    assert "  evaluation.temperature=-3 needs a number from 0 to 100" in message
+    assert main(["evaluate", "--step=3", "--on", "no_file"]) == 2
+    assert f"  --on {folder_of_files}/no_file needs an existing file" in capsys.readouterr().err
+    assert main(["evaluate", "with", "--step=999", "evaluation.temperature=-3"]) == 2
+    message = capsys.readouterr().err
+    assert "--step=999 needs " in message
+    assert "  evaluation.temperature=-3 needs a number from 0 to 100" in message
+
+
 def test_the_columns_of_other_files_are_named_once_by_keys_that_can_be_typed(
     folder_of_files, capsys
 ):
@@ -464,10 +477,10 @@ def test_the_columns_of_other_files_are_named_once_by_keys_that_can_be_typed(
         "  1 of the 1 row read lacks answer. Use task.answer_field=solution.",
     ]
     assert main([*words, "sampler.max_sequences=-1"]) == 2
-    assert [line[:29] for line in capsys.readouterr().err.splitlines()[1:4]] == [
-        "  sampler.max_sequences=-1 ne",
-        "  the prompts of evaluation.s",
-        "  renamed.jsonl:1:prompt: is ",
+    assert [line[:23] for line in capsys.readouterr().err.splitlines()[1:4]] == [
+        "  sampler.max_sequences",
+        "  the prompts of --on /",
+        "  renamed.jsonl:1:promp",
     ]
     assert main([*words, "task.prompt_field=question", "task.answer_field=solution"]) == 0
     assert evaluated_sets(capsys.readouterr().out) == {"renamed": (1, "renamed.jsonl")}
