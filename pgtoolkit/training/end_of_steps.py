@@ -61,7 +61,7 @@ class EndOfSteps(lightning.Callback):
             raise DataError(
                 f"trainer.fit needs data with trained tokens (got {self._steps} steps in which "
                 "every loss_mask is False). No update was made. Use loss_mask=True where the "
-                "policy wrote, as in Document(tokens, loss_mask=torch.tensor([False, True]), ...)."
+                "policy wrote, as in Document(loss_mask=torch.tensor([False, True]), ...)."
             )
 
 
