@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pgtoolkit.config.keys import shown
 from pgtoolkit.config.own_code import with_defaults
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.history import CODE
@@ -37,7 +38,7 @@ def render_diff(first: Path, second: Path) -> str:
     for title, changes in sections.items():
         if changes:
             rows = [
-                [key, text(before), "->", text(after) + _remark(key, contents)]
+                [shown(key), text(before), "->", text(after) + _remark(key, contents)]
                 for key, (before, after) in changes.items()
             ]
             lines += ["", title, *(f"  {line}" for line in aligned(rows))]

@@ -91,6 +91,13 @@ def compare(
             measures.margin_of(margin)  # refuses a bad one before the work
     readable, notes = same_data(readable)
     over_keys = over.split(",") if over else []
+    if "seed" in over_keys:
+        over_keys.remove("seed")
+        use = f"--over={','.join(over_keys)}" if over_keys else "no --over"
+        problems.append(
+            f"--over={over} needs keys beside the seed (got seed). Runs are paired by their seed "
+            f"anyway. Use {use}."
+        )
     readable = _named_by_files(readable, ignore_code)
     keys, following, common = _varying(readable, over_keys, ignore_code)
     bases = [pair.partition("=")[0] for pair in (against or "").split(",")]

@@ -54,7 +54,7 @@ def test_only_the_keys_that_differ_are_shown(tmp_path, monkeypatch):
         tmp_path / "b", {"seed": 0, "loss": {"name": "gspo", "epsilon": 0.2}, "same": 1, "new": [1]}
     )
     assert render_diff(Path("a"), Path("b")) == (
-        "A  a\nB  b\n\nconfiguration\n  loss.name  grpo  ->  gspo\n  new        null  ->  [1]\n\n"
+        "A  a\nB  b\n\nconfiguration\n  loss  grpo  ->  gspo\n  new   null  ->  [1]\n\n"
         "No difference in code, packages, hardware."
     )
 
@@ -109,8 +109,7 @@ def test_only_a_comparison_of_two_readable_runs_begins_with_their_differences(
     assert main(["compare", "grpo-0", "gspo-1"]) == 0
     printed = capsys.readouterr().out
     differences = (
-        "A  grpo-0\nB  gspo-1\n\nconfiguration\n  seed       0     ->  1\n  loss.name  grpo  "
-        "->  gspo\n\n"
+        "A  grpo-0\nB  gspo-1\n\nconfiguration\n  seed  0     ->  1\n  loss  grpo  ->  gspo\n\n"
     )
     assert printed.startswith(differences)
     assert "grpo" in printed.removeprefix(differences)

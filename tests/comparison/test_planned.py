@@ -700,6 +700,8 @@ def test_page_of_a_planned_comparison_has_tests_of_difference_and_of_equality(
             "would be equal within it. Use --margin=0.02.",
         ),
         (["--metric", "area:rewrd"], "Use --metric=area:reward."),
+        (["--over=seed"], "Runs are paired by their seed anyway. Use no --over."),
+        (["--over=seed,loss"], "Runs are paired by their seed anyway. Use --over=loss."),
         (
             ["--metric", "final"],
             "--metric=final needs the name of a metric (got none). final says what of it is "
