@@ -265,7 +265,10 @@ class TheirValues:
         def has_value(name: str) -> bool:
             return name in {key.replace(".", "__") for key in self.theirs.values}
 
-        scope = {**_FUNCTIONS, "given": has_value, "__builtins__": {}}
+        def is_known(name: str) -> bool:
+            return name in self.names
+
+        scope = {**_FUNCTIONS, "given": has_value, "known": is_known, "__builtins__": {}}
         result = eval(_compiled(formula), scope, self.names)
         return float(f"{result:.12g}") if isinstance(result, float) else result
 

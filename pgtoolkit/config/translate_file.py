@@ -17,10 +17,16 @@ from pgtoolkit.errors import ConfigError, as_storage_error
 from pgtoolkit.system.report import near_path, refusal, text
 from pgtoolkit.system.yaml_text import plain_yaml
 
-_UNKNOWN = re.compile(r"\$(?!\{?[@*\d])").match
+_UNKNOWN = re.compile(r"\$(?!\{?[@*\d])|`").match
 """Matches a word that stands for settings, but for what is typed behind a script's name."""
 
-_EXPANSION = re.compile(r"\$(?:[\w@*]+|\{.*\}|\(.*\))", re.S).fullmatch
+_UNKNOWN_NAME = re.compile(r"(?:--|[+~]{0,2})[^=\s]*[$`][^=]*=|--[^=\s]*[$`]").match
+"""Matches a setting whose name is not known."""
+
+_BACKQUOTED = re.compile(r"`(.*?)`", re.S)
+"""What a command prints, in the older way to write it; a page has no backquotes."""
+
+_EXPANSION = re.compile(r"\$(?:[\w@*]+|\{.*\}|\(.*\))|`.*`", re.S).fullmatch
 
 _SEVERAL = re.compile(
     r"\$\{?(?:[@*]|\w*(?:ARGS|ARGUMENTS|EXTRA|FLAGS|OPTIONS|OPTS)(?!\w))", re.I
@@ -303,9 +309,10 @@ def _script(content: str, folder: Path | None = None) -> TheirConfig:
             continue
         pairs = itertools.pairwise(started)
         unknown = [
-            word
+            _BACKQUOTED.sub(r"$(\1)", word)
             for before, word in pairs
-            if _UNKNOWN(word) and (before[:2] != "--" or _SEVERAL(word))
+            if _UNKNOWN_NAME(word)
+            or (_UNKNOWN(word) and (before[:2] != "--" or "=" in before or _SEVERAL(word)))
         ]
         configs[-1].assumed += dict.fromkeys(f"{word} sets nothing" for word in unknown)
         configs[-1].assumed += command.assumed
@@ -476,7 +483,9 @@ def _given(words: list[str]) -> dict[str, object]:
     name = ""
     for word in words:
         key, equals, value = word.lstrip("+-").partition("=")
-        if equals or word.startswith("--"):
+        if _UNKNOWN_NAME(word):
+            name = ""
+        elif equals or word.startswith("--"):
             name = "" if equals else key
             words_of[key] = [value] if equals else []
         elif word == "-m" or _SEVERAL(word):

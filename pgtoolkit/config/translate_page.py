@@ -57,6 +57,9 @@ def _page(theirs: TheirConfig, translation: Translation, path: Path) -> Iterator
     yield from ("", f"For a try of two steps, type trainer.max_steps=2 {instead}.{of_try}")
     if translation.to_fill:
         yield f"To be filled in: {', '.join(translation.to_fill)}."
+        options = [key for key in translation.to_fill if "." not in key]
+        if options:
+            yield f"Keys of {' and '.join(options)} that are not typed have our defaults then."
     by_default = [
         redact(f"{key}={text(value)} (ours is {translation.ours(key)})")
         for key, (value, row) in translation.typed.items()
@@ -160,9 +163,9 @@ def _instead(translation: Translation, row: Theirs) -> str:
     """Return our defaults of the keys that a row types and the command leaves out."""
     keys = [key for key in dict.fromkeys(row.typed_keys) if key not in translation.typed]
     filled = translation.to_fill
-    keys = [
-        key for key in keys if not any(key.startswith(by) or by.startswith(key) for by in filled)
-    ]
+    keys = [key for key in keys if not any(by.startswith(key) for by in filled)]
+    # Where an option is to be filled in its defaults are not known; a penalty is k3 meanwhile.
+    keys = [key for key in keys if key.partition(".")[0] not in {*filled} - {"kl"}]
     config = translation.composed.config
     keys = [key for key in keys if key_named(key, config) and has_effect(key, config)]
     keys = [key for key in keys if not key.startswith("evaluation.sets.")]  # it has no such set

@@ -212,7 +212,7 @@ def test_the_end_of_a_key_is_looked_up_where_no_table_has_its_section():
         ("lam", "here: `advantage.gae_lambda`"),
         (
             "kl_loss_type",
-            "where: kl_in_loss is actor.use_kl_loss and actor.kl_loss_coef",
+            "where: kl_in_loss is actor.use_kl_loss and (not known",
         ),
         ("tau_pos", "where: mode is actor.policy_loss.loss_mode"),
         ("param_offload", "here: there is none nothing is offloaded to the CPU"),

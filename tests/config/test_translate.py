@@ -725,7 +725,13 @@ VERL = [
     *(
         ({"algorithm.adv_estimator": name, "algorithm.use_kl_in_reward": True} | loss, expected)
         for name, loss, expected in [
-            ("reinforce_plus_plus", {}, {"kl": "KL", "kl.place": None, "kl.coefficient": None}),
+            # What is left to be filled in has their coefficient all the same.
+            (
+                "reinforce_plus_plus",
+                {"algorithm.kl_ctrl.kl_coef": 0.01, "algorithm.kl_ctrl.type": "adaptive"},
+                {"kl": "KL", "kl.place": None, "kl.coefficient": 0.01}
+                | {"kl.target": 0.1, "kl.horizon": 10000, "algorithm.kl_ctrl.kl_coef": None},
+            ),
             (
                 "reinforce_plus_plus",
                 {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.2},
@@ -3609,3 +3615,63 @@ def test_a_bound_of_batches_that_v1_ignores_is_said_to_be(tmp_path):
     filters |= {"algorithm.filter_groups.max_num_gen_batches": 10}
     said = translated(tmp_path, "theirs.json", SIZES | GRPO | filters).differing
     assert [line for line in said if "v1 ignores max_num_gen_batches" in line]
+
+
+@pytest.mark.parametrize(
+    ("words", "kl", "left"),
+    [
+        # A coefficient that is not known leaves the kind of penalty known, and no zero.
+        (
+            f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_coef=$C",
+            "kl=k3",
+            f"{ACTOR}.kl_loss_coef=$C",
+        ),
+        (
+            "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=$C",
+            "kl=k1 kl.place=reward",
+            "algorithm.kl_ctrl.kl_coef=$C",
+        ),
+        # A penalty that may be there: its keys are ours once it is filled in.
+        (
+            f"{ACTOR}.use_kl_loss=$USE {ACTOR}.kl_loss_coef=0.01",
+            "kl=KL",
+            f"{ACTOR}.kl_loss_coef=0.01",
+        ),
+    ],
+)
+def test_a_penalty_that_is_not_known_is_said_to_have_our_coefficient(words, kl, left, tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text(f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {words}")
+    page = translate(path, None)
+    command = next(line for line in page.splitlines() if line.startswith("  pgtk "))
+    assert {word for word in command.split() if word.startswith("kl")} == {*kl.split()}
+    unknown = "what it follows from is known when their program runs"
+    assert f"\n  {left}: {unknown}; the default here is kl.coefficient=0.04\n" in page
+    assert "use_kl_loss=true" not in page  # which is known, and typed as kl
+    assert ("\nKeys of kl that are not typed have our defaults then.\n" in page) == (kl == "kl=KL")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (
+            "python3 -m verl.trainer.main_ppo",
+            [
+                f"${{CLIP:+{ACTOR}.clip_ratio_high=$CLIP}}",
+                "actor_rollout_ref.${PART}.clip_ratio=0.3",
+                "+$KEY=3",
+                "`cat more`",
+            ],
+        ),
+        ("trl grpo", ["${BETA:+--beta=$BETA}", "--$NAME=5", "`cat more`"]),
+    ],
+)
+def test_a_setting_whose_name_is_not_known_sets_nothing_and_is_no_unknown_key(
+    command, words, tmp_path
+):
+    path = tmp_path / "run.sh"
+    path.write_text(f"{command} {' '.join(words)}")
+    page = translate(path, None)
+    assumed = [line[2:-13] for line in page.splitlines() if line.endswith(" sets nothing")]
+    assert assumed == [*words[:-1], "$(cat more)"]
+    assert "is not known to have" not in page
