@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import glob
+import json
 import math
 import os
 import re
@@ -14,11 +15,12 @@ from types import CodeType
 from typing import Any
 
 from pgtoolkit.config.trainer_keys import OVERRIDE, Theirs
+from pgtoolkit.config.translate_code import Unread
 from pgtoolkit.config.translate_file import TheirConfig, value_of
-from pgtoolkit.config.translate_program import Unread
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.runs.completion_files import TRAINING
 from pgtoolkit.system.functions import is_dotted_path
+from pgtoolkit.system.model_folder import ADAPTER_SETTINGS
 from pgtoolkit.system.report import text
 from pgtoolkit.tasks.settings import is_data_set_name
 
@@ -135,6 +137,18 @@ def _sets(paths: object) -> dict[str, dict[str, object]]:
     return {}
 
 
+def _adapter_sizes(path: object) -> dict[str, object]:
+    """Return what `model.lora_...` is of adapters in a folder on this machine; empty where there
+    are none."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        settings = json.loads(Path(str(path), ADAPTER_SETTINGS).read_text())
+        scale = settings["r"] ** 0.5 if settings.get("use_rslora") else 1
+        named = settings["target_modules"]
+        targets = sorted(named) if isinstance(named, list) else named
+        return {"rank": settings["r"], "alpha": settings["lora_alpha"] * scale, "targets": targets}
+    return {}
+
+
 VERIFIER = "VERIFIER"
 """What stands for a reward function that has no dotted path."""
 
@@ -199,7 +213,7 @@ _FUNCTIONS |= {"is_data_set_name": is_data_set_name, "is_dotted_path": is_dotted
 _FUNCTIONS |= {"paths": _paths, "len": len, "unnamed": _unnamed}
 _FUNCTIONS |= {"verifiers": _verifiers, "from_here": _from_here, "sets": _sets}
 _FUNCTIONS |= {"one_path": _one_path, "trackers": _trackers, "untracked": _untracked}
-_FUNCTIONS |= {"folder_of": _folder_of, "stem_of": _stem_of}
+_FUNCTIONS |= {"folder_of": _folder_of, "stem_of": _stem_of, "adapter_sizes": _adapter_sizes}
 
 
 @functools.cache

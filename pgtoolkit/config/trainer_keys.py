@@ -28,7 +28,8 @@ class Theirs:
     for a section whose keys have no row of their own. learns: whether what is learned depends on
     it although no key of ours is typed for it. differs: condition -> what is not quite the same.
     apart: condition -> a difference that changes what is learned. gone_in: the version of the
-    table if that lacks the key, which earlier ones have.
+    table if that lacks the key, which earlier ones have. unread: why it matters that a value is not
+    known before their program runs.
     """
 
     trainer: str
@@ -42,6 +43,7 @@ class Theirs:
     differs: dict[str, str] = field(default_factory=dict)
     apart: dict[str, str] = field(default_factory=dict)
     gone_in: str = ""
+    unread: str = ""
 
     @property
     def kind(self) -> str:
@@ -180,7 +182,7 @@ def _rows(content: JsonObject) -> dict[str, Theirs]:
     for name, row in content["keys"].items():
         here = row.get("here", [])
         cases = here if isinstance(here, list) else [{"here": here}]
-        texts = {part: row.get(part, "") for part in ("acts", "see")}
+        texts = {part: row.get(part, "") for part in ("acts", "see", "unread")}
         reason = row.get("reason", {})
         rows[name] = Theirs(
             trainer,

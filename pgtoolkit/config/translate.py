@@ -17,8 +17,8 @@ from pgtoolkit.config.keys import default, key_named
 from pgtoolkit.config.schema import default_options
 from pgtoolkit.config.their_values import NO_VALUE, VERIFIER, Overrides, TheirValues
 from pgtoolkit.config.trainer_keys import Theirs, words_used
-from pgtoolkit.config.translate_file import TheirConfig
-from pgtoolkit.config.translate_program import Unread
+from pgtoolkit.config.translate_code import Unread
+from pgtoolkit.config.translate_file import TheirConfig, is_same
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.declared import Alters
@@ -132,6 +132,8 @@ class Translation:
                 unknown = "what it follows from is not set, or known when their program runs"
             if self._misfits:
                 unknown = f"what it follows from is not known: {self._misfits_behind(row)}"
+            if row.unread and isinstance(self._values.of[row.name], Unread):
+                unknown = row.unread
             for name in names:
                 self._leave(row, [name], self._misfits.get(name, unknown))
             self._leave(row, [] if by_unsloth or names else [row.name], unknown)
@@ -188,6 +190,20 @@ class Translation:
             return "RLOO"
         shown = f"{name}={text(self._values.of[name])}"
         return shown if name in self.theirs.values else f"{shown} (their default)"
+
+    @property
+    def refused(self) -> list[str]:
+        """Sentences on what their trainer does not start with, where the file names no other
+        version of it."""
+        content = self.theirs.table.content
+        if not is_same(self.theirs):
+            return []
+        found = []
+        for condition, sentence in content.get("refused", {}).items():
+            with contextlib.suppress(*NO_VALUE):
+                if self._values.evaluated(condition):
+                    found.append(self._values.filled_in(sentence))
+        return found
 
     def check(self) -> None:
         """Take out of the command what is our default as well, and what `pgtk check` refuses; what

@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pgtoolkit.config.trainer_keys import Table, flat, rloo_table, tables
+from pgtoolkit.config.translate_code import Unread
 from pgtoolkit.config.translate_launcher import LaunchFiles
-from pgtoolkit.config.translate_program import PUNISHMENT, Program, Unread
+from pgtoolkit.config.translate_program import PUNISHMENT, Program
 from pgtoolkit.config.translate_shell import Command, Script
+from pgtoolkit.config.translate_trainer import adapters, of_unsloth, set_on_trainer
 from pgtoolkit.errors import ConfigError, as_storage_error
+from pgtoolkit.system.model_folder import ADAPTER_SETTINGS
 from pgtoolkit.system.report import near_path, refusal, text
 from pgtoolkit.system.yaml_text import plain_yaml
 
@@ -207,6 +210,10 @@ def _config(trainer: str, values: dict[str, object]) -> TheirConfig:
     dotted = dict(flat(values, [row.name for row in table.rows.values() if row.keys]))
     if trainer == "TRL":
         _set_punishment_apart(dotted)
+        for name in ("model", "model_name_or_path"):
+            path = dotted.get(name)
+            if type(path) is str and Path(path, ADAPTER_SETTINGS).is_file():  # a folder of adapters
+                dotted["peft_config.folder"] = dotted.pop(name)
     classes = [key for key in dotted if key.endswith("_target_") and "verl." in str(dotted[key])]
     return TheirConfig(table, {key: dotted[key] for key in dotted if key not in classes})
 
@@ -543,10 +550,13 @@ def _program(content: str, module: str, options: dict[str, object] | None = None
     elif not {"GRPOConfig", "GRPOTrainer"} & {*program.calls}:
         others = [name for name in program.calls if re.fullmatch(r"[A-Z]\w*(Config|Trainer)", name)]
         raise ValueError(f"a program with {', '.join(sorted(others)) or 'no GRPOConfig'}")
-    values |= _of_unsloth(program) | _adapters(program)
-    for call, positional in tables()["TRL"].content["calls"].items():
-        section = "" if call.startswith("GRPO") else "peft_config."
-        for name, node in program.given(call, positional).items():
+    content_of_trl = tables()["TRL"].content
+    of_trainer = program.given("GRPOTrainer", content_of_trl["calls"]["GRPOTrainer"])
+    of_config = program.config(of_trainer.get("args"), content_of_trl["taken"])
+    made, of_adapters = adapters(program, of_trainer, parses=bool(program.defaults))
+    values |= of_unsloth(program) | made
+    for section, arguments in (("", of_trainer), ("", of_config), ("peft_config.", of_adapters)):
+        for name, node in arguments.items():
             if name == "model":
                 values |= {} if section else program.model(node)
             elif name == "processing_class":
@@ -564,7 +574,11 @@ def _program(content: str, module: str, options: dict[str, object] | None = None
     frozen = program.frozen()
     if frozen:
         values["model.requires_grad_"] = Unread("; ".join(frozen))
+    for name, node in program.loaded_adapters().items():
+        values.pop("model", None)
+        values.setdefault(f"peft_config.{name}", program.value(node))
     values |= program.set_later()
+    set_on_trainer(program, values, is_rloo)
     unplaced = [] if parses else [name for name in program.options if name not in program.placed]
     if unplaced:
         words = ", ".join(_as_option(name, program.options[name]) for name in unplaced)
@@ -596,41 +610,3 @@ def _is_rloo_program(content: str) -> bool:
 def _as_option(name: str, value: object) -> str:
     """Return an option as a command has it."""
     return f"--no_{name}" if value is False else f"--{name}={text(value)}"
-
-
-def _adapters(program: Program) -> dict[str, object]:
-    """Return that a program makes adapters, of LoraConfig or by unsloth with its defaults; or the
-    code of a configuration of them that is not read."""
-    if "LoraConfig" in program.calls:
-        return {"peft_config": True}
-    of_trainer = program.given("GRPOTrainer", []).get("peft_config")
-    of_peft = program.given("get_peft_model", ["model", "peft_config"]).get("peft_config")
-    node = of_trainer or of_peft
-    if node is not None:
-        value = program.value(node)
-        # TRL's get_peft_config makes it of the options use_peft, lora_r and so on.
-        is_read = value is None or str(value).startswith("get_peft_config(")
-        return {} if is_read else {"peft_config": value}
-    if "get_peft_model" not in program.calls:
-        return {}
-    sizes: dict[str, object] = {"peft_config.r": 16, "peft_config.lora_alpha": 16}
-    sizes["peft_config.target_modules"] = "all-linear"
-    passed = {f"peft_config.{name}" for name in program.given("get_peft_model", [])}
-    unset = [f"{name.partition('.')[2]}={sizes[name]}" for name in sizes if name not in passed]
-    if unset:
-        version = tables()["TRL"].content["unsloth"]["version"]
-        assumption = f"get_peft_model has {', '.join(unset)}, as by default in unsloth {version}"
-        program.assumed.append(assumption)
-    return sizes | {"peft_config": True}
-
-
-def _of_unsloth(program: Program) -> dict[str, object]:
-    """Return that a program imports unsloth, whose configuration replaces TRL's."""
-    if not program.imports("unsloth"):
-        return {}
-    version = tables()["TRL"].content["unsloth"]["version"]
-    program.assumed.append(
-        "unsloth's trainer is TRL's, with TRL's defaults of keys that are not listed, as in its "
-        f"version {version}; print(args) there shows those of another one"
-    )
-    return {"launch.unsloth": True}

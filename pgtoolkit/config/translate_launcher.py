@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pgtoolkit.config.trainer_keys import Table, flat
-from pgtoolkit.config.translate_program import Unread
+from pgtoolkit.config.translate_code import Unread
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.report import is_number, refusal, text
 

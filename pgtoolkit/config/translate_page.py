@@ -96,6 +96,7 @@ def _page(theirs: TheirConfig, translation: Translation, path: Path) -> Iterator
     set_rows = [table.rows[key] for key in theirs.values if key in table.rows]
     earlier = sorted(row.name for row in set_rows if row.gone_in)
     sections = {
+        f"What {name} does not start with:": [*map(redact, translation.refused)],
         "What changes what is learned, and is left out:": left_out[True],
         "Assumed:": [*map(redact, [*translation.theirs.assumed, *_on_no_version(translation)])],
         "What is not quite the same:": _joined(translation.differing),

@@ -1,37 +1,22 @@
-"""Reads what a Python program gives to TRL's GRPO trainer, without running anything of it.
-
-Literals, arithmetic with them, and names that are bound once to them have a value. All else is left
-as written.
-"""
+"""Reads what a Python program gives to TRL's GRPO trainer."""
 
 from __future__ import annotations
 
 import ast
-import contextlib
-import operator
 import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from pgtoolkit.config.translate_code import (
+    NO_LITERAL,
+    Arguments,
+    Code,
+    Expression,
+    Unread,
+    is_plain_setattr,
+)
 from pgtoolkit.system.report import text
 
-
-class Unread(str):
-    """The text of a value that is made when a program runs."""
-
-
-_ARITHMETIC = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-_Code = ast.expr | ast.stmt
-_CONVERSIONS = {"float": float, "int": int, "str": str}
-_NO_LITERAL = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
 _LOADERS = {
     "load_dataset": ["path", "name", "data_dir", "data_files", "split"],
     "load_from_disk": ["path"],
@@ -41,290 +26,246 @@ PUNISHMENT = "get_soft_overlong_punishment"
 
 _PUNISHMENTS = (f"trl.rewards.{PUNISHMENT}", f"trl.{PUNISHMENT}")
 
-_OF_FLAGS = {"store_true": False, "store_false": True}
-"""The action of a flag of a program's own -> its value when a command leaves it out."""
+_IS_TAKEN = "GRPOTrainer has read this key when it was made"
 
-_READ_WHOLE = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "get_peft_model")
-"""Calls that make a run's settings: an argument of theirs that is not read may change what is
-learned."""
+_SIZES = ("gradient_accumulation_steps", "per_device_train_batch_size")
+"""Keys of GRPOConfig that the size of a generated batch follows from when it is made."""
+
+_LOADS_ADAPTERS = re.compile(r"(?:\w+\.)*(?:Auto)?PeftModel\w*\.from_pretrained").fullmatch
+"""Matches the functions that load adapters, and not the whole of a model."""
+
+_COPIES = ("replace", "copy", "deepcopy")
+"""Functions that return an object like another one."""
 
 _KEEPS_ROWS = ("shuffle", "remove_columns", "select_columns", "with_format")
 """Methods of a data set after which it has the same prompts, in whatever order."""
 
 
-class Program:
-    """A program.
+class Program(Code):
+    """A program that makes and starts GRPOTrainer."""
 
-    calls: the last name of the function that is called -> its calls. assumed: sentences on how it
-    was read. unread: those on arguments that are not. options: the values of its command line,
-    where these are known. placed: the names of those that code which is read takes. defaults: the
-    values of further options that TRL's parser has.
-    """
+    def config(self, args: ast.AST | None, taken: Sequence[str]) -> Arguments:
+        """Return the arguments of the GRPOConfig that the trainer is given, and what is set on it.
 
-    def __init__(self, content: str, module: str):
-        self.calls: dict[str, list[ast.Call]] = {}
-        self.assumed: list[str] = []
-        self.unread: list[str] = []
-        self.options: dict[str, object] = {}
-        self.placed: set[str] = set()
-        self.defaults: dict[str, object] = {}
-        self._module = module
-        self._values: dict[str, list[_Code]] = {}  # of names and of attributes
-        self._bound: Counter[str] = Counter()
-        self._imports: dict[str, str] = {}
-        self._fields: dict[str, ast.expr] = {}  # of its own classes, which parsers fill in
-        self._changed: set[str] = set()  # names of lists and dictionaries that may change later
-        self._in_branches: set[ast.AST] = set()
-        tree = ast.parse(content)
-        self.docstring = ast.get_docstring(tree) or ""
-        for node in ast.walk(tree):
-            self._note(node)
-        self._functions: list[str] = []  # those that can be imported without training
-        if module.isidentifier() and any(map(_is_guard, tree.body)):
-            self._functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        args: the trainer's argument; None for none. taken: the keys that the trainer reads when it
+        is made, so that they are not set later.
+        """
+        self._name_unread_sets()
+        trainers = self.calls.get("GRPOTrainer", [])
+        calls = self.calls.get("GRPOConfig", [])
+        arguments = None if args is None else self.made(args, "GRPOConfig")
+        names = {ast.unparse(args)} if isinstance(args, ast.Name | ast.Attribute) else set()
+        if arguments is None and args is None and trainers and not self._has_unread(trainers[0]):
+            if calls:
+                code = ast.unparse(calls[0])
+                self.assumed.append(f"GRPOTrainer is not given {code}, and has TRL's defaults")
+            arguments = {}
+        elif arguments is None:  # a parser makes it, or it is not known which one is meant
+            if len(calls) > 1:
+                self.assumed.append(f"the first GRPOConfig of {len(calls)} is meant")
+            arguments = self._arguments(calls[0], ["output_dir"]) if calls else {}
+            made = {target for target, values in self._values.items() if {*values} & {*calls[:1]}}
+            for name in sorted(made):
+                if len(self._values[name]) > 1:
+                    self.assumed.append(f"{name} is what GRPOConfig(...) makes, and nothing else")
+            trainer = trainers[0] if trainers else None
+            later = self._set_on(names | made, lambda value: not self._follows(value, trainer))
+            arguments = self._with_later(arguments, later)
+            if args is not None and calls:
+                code = ast.unparse(args)
+                self.assumed.append(f"{code} is what GRPOConfig(...) makes, and nothing else")
+        if trainers:
+            arguments |= self._set_after(names, trainers[0], taken)
+        return arguments
 
-    def _note(self, node: ast.AST) -> None:
-        """Note what a node calls, binds and changes."""
-        match node:
-            case ast.Call():
-                name = ast.unparse(node.func).rpartition(".")[2]
-                name = self._imports.get(name, name).rpartition(".")[2]
-                self.calls.setdefault(name, []).append(node)
-                self._changed |= {item.id for item in node.args if isinstance(item, ast.Name)}
-            case ast.ClassDef():
-                self._note_class(node)
-            case ast.Assign():
-                for target in node.targets:
-                    self._assign(target, node.value)
-            case ast.AnnAssign(value=ast.expr() as value):
-                self._assign(node.target, value)
-            case ast.AugAssign():
-                self._assign(node.target, node)
-            case ast.Import() | ast.ImportFrom():
-                module = getattr(node, "module", None)
-                for name in node.names:
-                    path = f"{module}.{name.name}" if module else name.name
-                    bound = name.asname or name.name.partition(".")[0]
-                    self._imports[bound] = path if name.asname or module else bound
-            case ast.Attribute(value=ast.Name(id=name)):
-                self._changed.add(name)
-            case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
-                self._changed.add(name)
-            case ast.If() | ast.For() | ast.While() if not _is_guard(node):
-                self._in_branches |= {*ast.walk(node)}
-            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
-                self._bound[name] += 1
-
-    def _note_class(self, node: ast.ClassDef) -> None:
-        """Take a class that is derived from one of TRL's for that one, and say what it changes."""
-        for each in node.body:
-            if isinstance(each, ast.AnnAssign) and each.value is not None:
-                self._fields[ast.unparse(each.target)] = each.value
-        for base in map(ast.unparse, node.bases):
-            name = self._imports.get(base, base).rpartition(".")[2]
-            if name not in ("GRPOConfig", "GRPOTrainer"):
-                continue
-            self._imports[node.name] = name
-            members = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
-            members += [ast.unparse(each) for each in node.body if isinstance(each, ast.AnnAssign)]
-            changed = f", without its own {', '.join(members)}" if members else ""
-            self.assumed.append(f"{node.name} is {name}{changed}")
-
-    def _assign(self, target: ast.expr, value: _Code) -> None:
-        """Note a value of a name or of an attribute, or one for each of several."""
-        match target, value:
-            case ast.Tuple(), ast.Tuple() if len(target.elts) == len(value.elts):
-                for name, item in zip(target.elts, value.elts, strict=True):
-                    self._assign(name, item)
-            case ast.Tuple(), ast.Call() if ast.unparse(value.func).endswith("from_pretrained"):
-                for name in target.elts:  # unsloth's has a model and its tokenizer
-                    self._assign(name, value)
-            case _:
-                self._values.setdefault(ast.unparse(target), []).append(value)
-
-    def imports(self, package: str) -> bool:
-        """Return whether the program imports a package or something of it."""
-        return any(path.partition(".")[0] == package for path in self._imports.values())
-
-    def given(self, call: str, positional: Sequence[str]) -> dict[str, _Code]:
-        """Return the arguments of the first call of a function or a class, and what is set on it
-        after the call. positional: the names of arguments without a name."""
-        calls = self.calls.get(call, [])
-        made = calls[0] if calls else None
-        arguments = self._arguments(made, positional) if made else {}
-        if made and call != "GRPOTrainer" and self._sets_attributes():
-            self.assumed.append(f"{call} has no other arguments")
-        names = {target for target, values in self._values.items() if made in values}
-        for name in sorted(names):
-            if len(self._values[name]) > 1 and call != "get_peft_model":
-                self.assumed.append(f"{name} is what {call}(...) makes, and nothing else")
-        if call == "GRPOConfig":  # one that a parser makes is known by the trainer that takes it
-            trainers = self.calls.get("GRPOTrainer", [])
-            words = [word for node in trainers for word in node.keywords]
-            names |= {ast.unparse(word.value) for word in words if word.arg == "args"}
-            names |= {ast.unparse(third) for node in trainers for third in node.args[2:3]}
-        for target, values in self._values.items():
+    def _set_after(self, names: set[str], trainer: ast.Call, taken: Sequence[str]) -> Arguments:
+        """Return what is set on the configuration of a trainer that exists, and say what does
+        nothing there. names: those of the configuration."""
+        later: Arguments = {}
+        known = [*names, *(f"{name}.args" for name in self._names_bound_to(trainer))]
+        for target in self._values:  # of another object, which may be the trainer
             owner, _, name = target.rpartition(".")
-            if owner in names:
-                is_known = len(values) == 1 and values[0] not in self._in_branches
-                arguments[name] = values[0] if is_known else ast.Name(target)
-            elif owner.endswith(".args") and call == "GRPOConfig":
-                arguments[name] = ast.Name(target)
-        if len(calls) > 1:
-            self.assumed.append(f"the first {call} of {len(calls)} is meant")
-        return arguments
+            if owner.endswith(".args") and owner not in known:
+                later[name] = ast.Name(target)
+        owners = dict.fromkeys(names, lambda value: self._follows(value, trainer))
+        owners |= {f"{name}.args": lambda _: True for name in self._names_bound_to(trainer)}
+        for owner, is_later in owners.items():
+            for name, value in self._set_on({owner}, is_later).items():
+                if name not in taken:
+                    later[name] = value
+                    continue
+                self.assumed.append(f"{self._line(owner, name)} does nothing there: {_IS_TAKEN}")
+        return later
 
-    def _sets_attributes(self) -> bool:
-        """Return whether the program calls setattr on something that is no model and the like."""
-        owners = self._owners()
-        calls = self.calls.get("setattr", [])
-        roots = [
-            ast.unparse(argument).partition(".")[0] for node in calls for argument in node.args[:1]
-        ]
-        return any(root not in owners for root in roots)
+    def set_on_trainer(self) -> dict[str, tuple[Expression, str]]:
+        """Return what is set on the trainer after it is made: attribute -> (what, its code with
+        its line); of an attribute that may have several values, its name."""
+        trainers = self.calls.get("GRPOTrainer", [])[:1]
+        found = {}
+        for owner in {name for node in trainers for name in self._names_bound_to(node)}:
+            for name, value in self._set_on({owner}, lambda _: True).items():
+                found[name] = (value, self._line(owner, name))
+        return found
 
-    def _arguments(self, node: ast.Call, positional: Sequence[str] = ()) -> dict[str, _Code]:
-        """Return the arguments of a call by their names, those of dictionaries included."""
-        arguments: dict[str, _Code] = dict(zip(positional, node.args, strict=False))
-        for keyword in node.keywords:
-            if keyword.arg:
-                arguments[keyword.arg] = keyword.value
-                continue
-            values = self.value(keyword.value)
-            if isinstance(values, dict):
-                arguments |= {name: ast.Constant(value) for name, value in values.items()}
+    def _line(self, owner: str, name: str) -> str:
+        """Return the last line of code that sets an attribute."""
+        value = self._values[f"{owner}.{name}"][-1]
+        return f"{owner}.{name} = {ast.unparse(value)}{self._line_of(value)}"
+
+    def made(self, node: ast.AST, call: str) -> Arguments | None:
+        """Return the arguments of the call of a class whose object an expression stands for, and
+        what is set on the object before this expression uses it; None where no such call is known.
+        """
+        names = set()
+        used = node
+        while isinstance(node, ast.Name | ast.Attribute):
+            names.add(ast.unparse(node))
+            values = self._values.get(ast.unparse(node), [])
+            if isinstance(node, ast.Attribute):
+                is_one = len(values) == 1 and values[0] not in self._in_branches
+                followed: ast.AST = values[0] if is_one else node
             else:
-                unread = ast.unparse(keyword.value)
-                code = ast.unparse(node.func)
-                is_read = self._imports.get(code, code).rpartition(".")[2] in _READ_WHOLE
-                sentences = self.unread if is_read else self.assumed
-                sentences.append(f"{code} gets nothing by **{unread}, known when it runs")
-        return arguments
+                followed = self._followed(node)
+            if followed is node or ast.unparse(followed) in names:
+                made = [value for value in values if self._is_call_of(value, call)]
+                if len(made) != 1:
+                    return None
+                code = ast.unparse(node)
+                self.assumed.append(f"{code} is what {call}(...) makes, and nothing else")
+                followed = made[0]
+            node = followed
+        if isinstance(node, ast.IfExp):
+            is_body = self.value(node.test)
+            if isinstance(is_body, Unread):
+                return None
+            return self.made(node.body if is_body else node.orelse, call)
+        if not isinstance(node, ast.Call):
+            return None
+        name = self._called(node)
+        if name == call:
+            arguments = self._arguments(node, ["output_dir"] if call == "GRPOConfig" else [])
+        elif name in _COPIES and node.args:
+            copied = self.made(node.args[0], call)
+            if copied is None:
+                return None
+            changes = self._arguments(node)
+            arguments = copied | changes
+            if call == "GRPOConfig" and name == "replace":
+                self._say_refused(node, changes)
+        else:
+            returned = self._returned(node)
+            return None if returned is None else self.made(returned, call)
+        call_of_it = node
+        later = self._set_on(
+            names,
+            lambda value: not self._follows(call_of_it, value) and not self._follows(value, used),
+        )
+        return self._with_later(arguments, later)
 
-    def value(self, node: ast.AST) -> object:
-        """Return what an expression stands for, else its code."""
-        known = len(self.assumed)
-        try:
-            return self._literal(node)
-        except _NO_LITERAL:
-            del self.assumed[known:]
-            return Unread(ast.unparse(self._followed(node)))
+    def _returned(self, call: ast.Call) -> ast.AST | None:
+        """Return what an own function without parameters returns; None where that is not known."""
+        function = self._own.get(ast.unparse(call.func))
+        if function is None or call.args or call.keywords:
+            return None
+        returns = [node for node in ast.walk(function) if isinstance(node, ast.Return)]
+        return returns[0].value if len(returns) == 1 else None
 
-    def _literal(self, node: ast.AST) -> Any:
-        """Return what an expression stands for; raises one of _NO_LITERAL where a literal is
-        missing."""
-        match node:
-            case ast.Constant():
-                return node.value
-            case ast.List() | ast.Tuple() | ast.Set():
-                return [self._literal(item) for item in node.elts]
-            case ast.Dict():
-                items: dict[object, object] = {}
-                for key, value in zip(node.keys, node.values, strict=True):
-                    literal = self._literal(value)
-                    items |= literal if key is None else {self._literal(key): literal}
-                return items
-            case ast.Call(func=ast.Name(id="dict"), args=[]):
-                return {key: self._literal(item) for key, item in self._arguments(node).items()}
-            case ast.Call(func=ast.Name(id=name), args=[argument]):
-                return _CONVERSIONS[name](self._literal(argument))
-            case ast.UnaryOp(op=ast.USub()):
-                return -self._literal(node.operand)
-            case ast.IfExp():
-                return self._literal(node.body if self._literal(node.test) else node.orelse)
-            case ast.BinOp():
-                return self._computed(node)
-            case ast.JoinedStr():
-                return "".join(str(self._literal(part)) for part in node.values)
-            case ast.FormattedValue(conversion=-1, format_spec=None):
-                return self._literal(node.value)
-            case ast.Subscript():
-                return self._literal(node.value)[self._literal(node.slice)]
-            case ast.Name():
-                value = self._literal(self._bound_once(node))
-                if isinstance(value, list | dict) and node.id in self._changed:
-                    raise ValueError(node.id)
-                return value
-            case ast.Attribute() if node.attr.isupper():
-                return self._member(node)
-            case ast.Attribute(value=ast.Name(id="torch")):
-                return f"torch.{node.attr}"
-            case ast.Attribute(value=ast.Name()):
-                return self._option(node)
-        raise ValueError(node)
+    def _with_later(self, arguments: Arguments, later: Arguments) -> Arguments:
+        """Return the arguments of an object with what is set on it later.
 
-    def _member(self, node: ast.Attribute) -> str:
-        """Return the value of a member of an enumeration of peft or transformers, by its name."""
-        first, _, rest = ast.unparse(node.value).partition(".")
-        package, *_, kind = f"{self._imports[first]}.{rest}".rstrip(".").split(".")
-        if package not in ("peft", "transformers") or not kind[0].isupper():
-            raise LookupError(node.attr)
-        return node.attr if package == "peft" else node.attr.lower()
+        The size of a generated batch follows from those of GRPOConfig when it is made, and a switch
+        of scale_rewards is a word from then on.
+        """
+        given = {**self.options, **arguments}
+        is_derived = not {"generation_batch_size", "steps_per_generation"} & {*given, *later}
+        sizes = [name for name in _SIZES if name in later]
+        if is_derived and sizes and not self.imports("unsloth"):
+            option: Any = self.options.get(_SIZES[0], 1)
+            steps = arguments.get(_SIZES[0], ast.Constant(option))
+            arguments = arguments | {"steps_per_generation": steps}
+        if is_derived and _SIZES[1] in later:
+            self.unread.append(
+                f"{_SIZES[1]} is set on a GRPOConfig that exists: its generation_batch_size stays "
+                "what it was there, and follows from it here"
+            )
+        scaled = later.get("scale_rewards")
+        if isinstance(scaled, ast.Constant) and isinstance(scaled.value, bool):
+            later = later | {"scale_rewards": ast.Constant(str(scaled.value))}
+        return arguments | later
 
-    def _bound_once(self, node: ast.Name) -> _Code:
-        """Return what a name is bound to; raises ValueError or LookupError where that is not always
-        the same expression."""
-        values = self._values[node.id]
-        if self._bound[node.id] != len(values) or len({*map(ast.dump, values)}) > 1:
-            raise ValueError(node.id)
-        return values[0]
+    def loaded_adapters(self) -> Arguments:
+        """Return the arguments of a model's `load_adapter`, the folder of the adapters first."""
+        arguments = self.given("load_adapter", ["model_id"])
+        folder = arguments.pop("peft_model_id", arguments.get("model_id"))
+        return {"model_id": folder} | arguments if folder is not None else {}
 
-    def _computed(self, node: ast.BinOp) -> object:
-        """Return a sum, a product and the like of two numbers, or the sum of two texts."""
-        left = self._literal(node.left)
-        right = self._literal(node.right)
-        is_text = isinstance(left, str) and isinstance(right, str) and isinstance(node.op, ast.Add)
-        if not is_text and not (isinstance(left, int | float) and isinstance(right, int | float)):
-            raise TypeError(node)
-        if isinstance(node.op, ast.Pow):
-            power = float(left) ** float(right)  # in integers it could take for ever
-            return int(power) if isinstance(left, int) and power.is_integer() else power
-        return _ARITHMETIC[type(node.op)](left, right)
+    def _say_refused(self, node: ast.Call, changes: Arguments) -> None:
+        """Say that TRL refuses a copy of its configuration, if it does: each has both sizes."""
+        sizes = [changes.get(name) for name in ("generation_batch_size", "steps_per_generation")]
+        if not any(isinstance(size, ast.Constant) and size.value is None for size in sizes):
+            self.assumed.append(
+                f"{ast.unparse(node)} is what is meant; TRL stops there, since a GRPOConfig that "
+                "exists has both generation_batch_size and steps_per_generation: with "
+                "generation_batch_size=None in it, too, it does not"
+            )
 
-    def _option(self, node: ast.Attribute) -> object:
-        """Return an option of the program's own: as its command has it, else its default, which is
-        then said."""
-        code = ast.unparse(node)
-        if code in self._values:
-            raise LookupError(code)
-        named = [(call, self._names_of(call)) for call in self.calls.get("add_argument", [])]
-        defined = [(call, names) for call, names in named if node.attr in names]
-        for name in dict.fromkeys([node.attr, *(name for _, names in defined for name in names)]):
-            positive = name.removeprefix("no_")  # --no_kl is read as kl=False
-            if name in self.options or self.options.get(positive) is False:
-                option = name if name in self.options else positive
-                self.placed.add(option)
-                actions = [self._action(call) for call, _ in defined]
-                flags = [action for action in actions if action in _OF_FLAGS]
-                return not _OF_FLAGS[flags[0]] if flags else self.options[option]
-        if node.attr in self._fields and self.defaults:
-            value = self._fields[node.attr]
-            if isinstance(value, ast.Call):
-                value = self._arguments(value)["default"]
-            return self._literal(value)
-        if node.attr in self.defaults:
-            return self.defaults[node.attr]
-        ((call, _),) = defined
-        option = {keyword.arg: keyword.value for keyword in call.keywords}
-        if "required" in option or "set_defaults" in self.calls:
-            raise LookupError(code)
-        default: object = _OF_FLAGS.get(self._action(call))
-        if "default" in option:
-            default = self._literal(option["default"])
-        if isinstance(default, str) and "type" in option:
-            default = _CONVERSIONS[ast.unparse(option["type"])](default)
-        self.assumed.append(f"{code}={text(default)}, the default of its option")
-        return default
+    def _has_unread(self, node: ast.Call) -> bool:
+        """Return whether a call may have arguments that are known when the program runs."""
+        is_starred = any(isinstance(item, ast.Starred) for item in node.args)
+        unnamed = [word.value for word in node.keywords if word.arg is None]
+        return is_starred or any(self._unpacked(value) is None for value in unnamed)
 
-    def _names_of(self, call: ast.Call) -> list[str]:
-        """Return the names of an option of the program's own, that of its value included."""
-        words = [word.value for word in call.keywords if word.arg == "dest"]
-        return [ast.unparse(name).strip("'-").replace("-", "_") for name in [*call.args, *words]]
+    def _name_unread_sets(self) -> None:
+        """Say which calls set something that is known when the program runs."""
+        owners = self._owners()
+        names = self._names_bound_to_calls_of("GRPOConfig")
+        for node in self.calls.get("setattr", []):
+            owner = ast.unparse(node.args[0]) if node.args else ""
+            code = f"{ast.unparse(node)}{self._line_of(node)}"
+            if not is_plain_setattr(node) and owner in names:
+                self.unread.append(f"{code} is not read")
+            elif not is_plain_setattr(node) and owner.partition(".")[0] not in owners:
+                self.assumed.append(f"{code} sets no key of GRPOConfig")
+        for node in [node for nodes in self.calls.values() for node in nodes]:
+            owner, _, method = ast.unparse(node.func).rpartition(".")
+            sets = method.startswith("set_") and owner in names
+            sets |= method == "update" and owner in _dictionaries_of(names)
+            if sets:
+                self.unread.append(f"{ast.unparse(node)}{self._line_of(node)} is not read")
+        for target, values in self._values.items():
+            if any(target.startswith(f"{owner}[") for owner in _dictionaries_of(names)):
+                code = f"{target} = {ast.unparse(values[-1])}"
+                self.unread.append(f"{code}{self._line_of(values[-1])} is not read")
 
-    def _action(self, call: ast.Call) -> str:
-        """Return the action of an option of the program's own; "" for none."""
-        actions = [ast.unparse(word.value) for word in call.keywords if word.arg == "action"]
-        return actions[0].strip("'") if actions else ""
+    def _names_bound_to_calls_of(self, call: str) -> set[str]:
+        """Return the names of what the calls of a class make, and of what a trainer is given."""
+        names = {name for node in self.calls.get(call, []) for name in self._names_bound_to(node)}
+        for node in self.calls.get("GRPOTrainer", []):
+            names |= {ast.unparse(word.value) for word in node.keywords if word.arg == "args"}
+            names |= {f"{name}.args" for name in self._names_bound_to(node)}
+        return names
+
+    def options_of_peft(self, node: ast.AST) -> ast.AST | None:
+        """Return what TRL's get_peft_config is called with; None where an expression stands for no
+        call of that."""
+        call = self._followed(node)
+        if not isinstance(call, ast.Call):
+            return None
+        name = ast.unparse(call.func)
+        is_trls = self._imports.get(name.partition(".")[0], "trl").partition(".")[0] == "trl"
+        is_own = name in self._own
+        arguments = self._arguments(call, ["model_args"])
+        if self._called(call) != "get_peft_config" or not is_trls or is_own:
+            return None
+        return arguments.get("model_args")
+
+    def added_adapters(self) -> Expression | None:
+        """Return the configuration of adapters that is added to a model by a method of it."""
+        for call in self.calls.get("add_adapter", []):
+            for node in [*call.args, *(word.value for word in call.keywords)]:
+                if not isinstance(self._followed(node), ast.Constant):
+                    return node
+        return None
 
     def frozen(self) -> list[str]:
         """Return the code that turns weights' gradients on or off; none where it turns none off."""
@@ -348,7 +289,7 @@ class Program:
         owners = self._owners()
         codes = [(target, value) for target, values in self._values.items() for value in values]
         for call in self.calls.get("setattr", []):
-            if len(call.args) == 3:
+            if len(call.args) == 3 and not is_plain_setattr(call):
                 attribute = self.value(call.args[1])
                 codes.append((f"{ast.unparse(call.args[0])}.{attribute}", call.args[2]))
         for call in self.calls.get("update", []):
@@ -379,6 +320,8 @@ class Program:
                     owners[name] = "model.generation_config"
                 elif function.endswith("Config.from_pretrained"):
                     owners[name] = "model.config"
+                elif maker == "ModelConfig":
+                    continue
                 elif "Model" in maker or maker == "get_peft_model":
                     owners[name] = "model"
         for call in self.calls.get("GRPOTrainer", [])[:1]:
@@ -401,9 +344,16 @@ class Program:
             arguments = self._arguments(loaded, ["model", "model_id"])
             if function.endswith((".to", ".cuda")):
                 loaded = self._followed(getattr(loaded.func, "value", loaded))
-            elif function.endswith("PeftModel.from_pretrained") and "model" in arguments:
-                loaded = self._followed(arguments.pop("model"))
+            elif _LOADS_ADAPTERS(function):
+                named = ["model", "model_id"]
+                if "Auto" in function:
+                    named = ["pretrained_model_name_or_path", "adapter_name", "is_trainable"]
+                arguments = self._arguments(loaded, named)
+                folder = arguments.pop(named["Auto" not in function], None)
+                arguments.pop("model", None)
                 beside |= {f"peft_config.{name}": self.value(arguments[name]) for name in arguments}
+                code = Unread(ast.unparse(loaded))
+                return beside | {"peft_config.model_id": self.value(folder) if folder else code}
             elif function.endswith("get_peft_model") and "model" in arguments:
                 loaded = self._followed(arguments["model"])
             else:
@@ -443,25 +393,6 @@ class Program:
             made["processing_class.chat_template"] = self.value(templates[-1])
         return made
 
-    def _followed(self, node: ast.AST) -> ast.AST:
-        """Return the expression that a name stands for, and others as they are."""
-        if not isinstance(node, ast.Name):
-            return node
-        with contextlib.suppress(*_NO_LITERAL):
-            return self._bound_once(node)
-        with contextlib.suppress(*_NO_LITERAL):
-            return self._bound_before(node)
-        return node
-
-    def _bound_before(self, node: ast.Name) -> _Code:
-        """Return what a name is bound to last before its line; raises LookupError or ValueError
-        where that is not known."""
-        values = self._values[node.id]
-        if self._bound[node.id] != len(values) or self._in_branches & {*values}:
-            raise LookupError(node.id)
-        before = [value for value in values if (value.end_lineno or 0) < node.lineno]
-        return max(before, key=lambda value: value.lineno)
-
     def rewards(self, node: ast.AST) -> list[str]:
         """Return the dotted paths of reward functions, and the code of those without one."""
         node = self._followed(node)
@@ -498,7 +429,7 @@ class Program:
             if isinstance(rows.get("data_files"), dict):
                 rows["data_files"] = rows["data_files"][rows.get("split", "train")]
             return rows
-        except _NO_LITERAL:
+        except NO_LITERAL:
             return Unread(ast.unparse(self._followed(node)))
 
     def _rows(self, node: ast.AST) -> dict[str, Any]:
@@ -522,6 +453,6 @@ class Program:
         raise ValueError(node)
 
 
-def _is_guard(node: ast.AST) -> bool:
-    """Return whether a node is `if __name__ == "__main__":`."""
-    return isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)
+def _dictionaries_of(names: set[str]) -> list[str]:
+    """Return how a program writes the dictionaries of attributes of objects of these names."""
+    return [code for name in names for code in (f"{name}.__dict__", f"vars({name})")]

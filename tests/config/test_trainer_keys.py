@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,72 @@ def test_the_defaults_of_trl_are_those_of_the_installed_classes():
     page = (TABLES.parents[1] / "docs" / "trl_and_verl_keys.md").read_text()
     listed = page.partition("that 1.16.0 does not have:")[2].partition(".\n")[0]
     assert re.findall("`([^`]+)`", listed) == earlier
+
+
+def _attributes_read(nodes: list[ast.stmt], owner: str) -> set[str]:
+    """Return which attributes of an object code reads, such as those of self.args."""
+    return {
+        node.attr
+        for each in nodes
+        for node in ast.walk(each)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+        if ast.unparse(node.value) == owner
+    }
+
+
+def test_when_trls_trainers_read_a_key_is_as_their_code_has_it():
+    """`taken` are keys that no method but __init__ reads from args; `later` are attributes that
+    other methods read."""
+    trl = pytest.importorskip("trl")
+    content = tables()["TRL"].content
+    taken: set[str] = set()
+    read_later: set[str] = set()
+    for trainer, config in ((trl.GRPOTrainer, trl.GRPOConfig), (trl.RLOOTrainer, trl.RLOOConfig)):
+        (kind,) = ast.parse(textwrap.dedent(inspect.getsource(trainer))).body
+        assert isinstance(kind, ast.ClassDef)
+        methods = {each.name: each for each in kind.body if isinstance(each, ast.FunctionDef)}
+        first = [methods.pop("__init__")]
+        others = [*methods.values()]
+        of_config = set(vars(config)["__annotations__"])
+        read_first = _attributes_read(first, "args") | _attributes_read(first, "self.args")
+        taken |= (of_config & read_first) - _attributes_read(others, "self.args")
+        read_later |= _attributes_read(others, "self")
+    assert {*content["taken"]} == taken
+    assert {*content["later"]} <= read_later
+    # The others act on no number of a step, or stand for what is made with the trainer.
+    without = {"generation_kwargs", "log_completions", "log_multimodal", "log_unique_prompts"}
+    without |= {"max_tool_calling_iterations", "num_completions_to_print", "num_generations_eval"}
+    without |= {"pad_to_multiple_of", "router_aux_loss_coef", "use_adaptive_entropy", "use_vllm"}
+    without |= {"use_transformers_continuous_batching", "vllm_mode"}
+    assert {*content["later"]} == (taken & read_later) - without | {"epsilon_low"}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"per_device_train_batch_size": 1, "steps_per_generation": 4},
+        {"per_device_train_batch_size": 2, "steps_per_generation": 4},
+        {"generation_batch_size": 12, "num_generations": 4},
+        {"generation_batch_size": 16, "num_generations": 4},
+        {"num_generations": 1},
+        {"eval_strategy": "steps", "num_generations_eval": 3},
+        {"eval_strategy": "steps", "num_generations_eval": 4},
+        {"auto_find_batch_size": True},
+        {"log_completions_hub_repo": "a/b"},
+        {"log_completions_hub_repo": "a/b", "log_completions": True},
+        {"use_vllm": True, "vllm_importance_sampling_clip_min": 3.0},
+        {"use_vllm": True, "vllm_importance_sampling_clip_min": 2.0},
+    ],
+)
+def test_what_is_said_to_be_refused_is_what_trl_refuses(values):
+    trl = pytest.importorskip("trl")
+    is_refused = False
+    try:
+        trl.GRPOConfig(use_cpu=True, bf16=False, report_to="none", **values)
+    except ValueError:
+        is_refused = True
+    translation = Translation(TheirConfig(tables()["TRL"], {**values}))
+    assert bool(translation.refused) == is_refused
 
 
 def test_the_keys_of_which_unsloth_has_a_default_are_those_of_the_installed_file():

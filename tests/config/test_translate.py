@@ -1912,7 +1912,7 @@ def test_what_a_program_sets_in_another_way_is_said_not_to_be_known(tmp_path):
         ("parser.set_defaults(lr=2e-6)", "", {"learning_rate": "left"}, None),
         (
             "",
-            "args = replace(args, beta=1)",
+            "args = change(args, beta=1)",
             {"optimizer.learning_rate": 1},
             "args is what GRPOConfig(...) makes, and nothing else",
         ),
@@ -2628,7 +2628,6 @@ def test_what_unsloth_changes_of_what_is_set_is_carried_or_left_out(tmp_path, gi
         # A configuration that is not read is named, and is never LoRA of other sizes.
         ('GRPOTrainer("m", peft_config=own)', {"peft_config": "left", "model.lora_rank": None}),
         ('GRPOTrainer("m", peft_config=None)', {"peft_config": None, "model.lora_rank": None}),
-        ('GRPOTrainer("m", peft_config=get_peft_config(a))', {"peft_config": None}),
         (
             'm = get_peft_model(A.from_pretrained("m"), IA3Config())\nGRPOTrainer(m)',
             {"peft_config": "left", "model.lora_rank": None, "model.path": "m"},
@@ -2645,7 +2644,7 @@ def test_what_unsloth_changes_of_what_is_set_is_carried_or_left_out(tmp_path, gi
         # Adapters that are loaded are another model than the one below them.
         (
             'm = PeftModel.from_pretrained(A.from_pretrained("m"), "out")\nGRPOTrainer(m)',
-            {"peft_config.model_id": "left", "model.path": "m"},
+            {"peft_config.model_id": "left", "model.path": "MODEL"},
         ),
         # A tokenizer is listed where it is not the model's, or has another template.
         (
@@ -2670,15 +2669,23 @@ def test_a_program_with_a_parser_of_trl_has_the_values_of_the_command_in_its_doc
         f'"""\n{command}\n"""\nfrom trl.rewards import accuracy_reward\n'
         "s, c, m = TrlParser((ScriptArguments, GRPOConfig, ModelConfig)).parse_args_and_config()\n"
         "data = load_dataset(s.dataset_name, split=s.dataset_train_split)\n"
-        "GRPOTrainer(args=c, reward_funcs=accuracy_reward, train_dataset=data)\n"
     )
+    trained = "GRPOTrainer(args=c, reward_funcs=accuracy_reward, train_dataset=data)\n"
     expected = {"rollout.group_size": 4, "task.path": "org/set"}
     expected |= {"task.verifier": "trl.rewards.accuracy_reward"}
-    assert found(translated(tmp_path, "grpo.py", program), expected) == expected
-    # What it sets on them after that counts.
+    assert found(translated(tmp_path, "grpo.py", program + trained), expected) == expected
+    # What it sets on them before they are used counts.
     program += "c.num_generations = 2\nc.beta = read()\nif quick:\n    c.temperature = 0.5\n"
     expected |= {"rollout.group_size": 2, "beta": "left", "temperature": "left"}
-    assert found(translated(tmp_path, "grpo.py", program), expected) == expected
+    assert found(translated(tmp_path, "grpo.py", program + trained), expected) == expected
+    # Of use_peft nothing is made where the trainer is given no peft_config.
+    for given, rank in (("", None), (", peft_config=get_peft_config(m)", 4)):
+        written = program.replace("org/set\n", "org/set --use_peft --lora_r 4\n")
+        written += trained.replace(", train_dataset", f"{given}, train_dataset")
+        translation = translated(tmp_path, "grpo.py", written)
+        assert found(translation, {"model.lora_rank": rank}) == {"model.lora_rank": rank}
+        said = "use_peft does nothing: GRPOTrainer is given no peft_config"
+        assert (said in translation.theirs.assumed) == (rank is None)
 
 
 STARTED = """
@@ -3339,12 +3346,14 @@ def test_what_a_program_sets_on_its_model_or_its_trainer_is_named_with_its_line(
 
 def test_what_was_assumed_of_a_program_or_a_script_is_said(tmp_path):
     program = (
-        "GRPOConfig(num_generations=4, **more)\nGRPOConfig(beta=1)\nGRPOTrainer('m', my.reward)\n"
+        "GRPOConfig(num_generations=4, **more)\nGRPOConfig(beta=1)\n"
+        "GRPOTrainer('m', my.reward, args=made())\n"
     )
     translation = translated(tmp_path, "train.py", program)
     assert translation.theirs.unread == ["GRPOConfig gets nothing by **more, known when it runs"]
     assert translation.theirs.assumed == [
         "the first GRPOConfig of 2 is meant",
+        "made() is what GRPOConfig(...) makes, and nothing else",
         "1 process trains: --processes N says another number",
     ]
     expected = {"rollout.group_size": 4, "model.path": "m", "reward_funcs": "left", "kl": "none"}
@@ -3675,3 +3684,268 @@ def test_a_setting_whose_name_is_not_known_sets_nothing_and_is_no_unknown_key(
     assumed = [line[2:-13] for line in page.splitlines() if line.endswith(" sets nothing")]
     assert assumed == [*words[:-1], "$(cat more)"]
     assert "is not known to have" not in page
+
+
+MADE = "from trl import GRPOConfig, GRPOTrainer\nargs = GRPOConfig(num_generations=4, beta=0.04)\n"
+"""A program that has a configuration, and no trainer yet."""
+
+
+@pytest.mark.parametrize(
+    ("lines", "rank", "alpha"),
+    [
+        # What TRL's get_peft_config makes has the sizes of ModelConfig; 16 and 32 by default.
+        ("T(peft_config=get_peft_config(ModelConfig(use_peft=True, lora_r=4)))", 4, 32),
+        (
+            "o = ModelConfig(use_peft=True)\no.lora_alpha = 8\nT(peft_config=get_peft_config(o))",
+            16,
+            8,
+        ),
+        ("T(peft_config=get_peft_config(ModelConfig(lora_r=4)))", None, None),
+        # The one that the trainer names is read, with what is set on it, however it is handed over.
+        ("a = LoraConfig(r=3)\nb = LoraConfig(r=5)\nb.lora_alpha = 7\nT(peft_config=b)", 5, 7),
+        ("T(**{'peft_config': LoraConfig(r=3, lora_alpha=5)})", 3, 5),
+        ("more = dict(peft_config=LoraConfig(r=3, lora_alpha=5))\nT(**more)", 3, 5),
+        ("T(None, None, None, None, None, None, None, LoraConfig(r=3, lora_alpha=5))", 3, 5),
+        ("T(peft_config=LoraConfig(r=3, lora_alpha=5) if True else None)", 3, 5),
+        ("def made():\n    return LoraConfig(r=3, lora_alpha=5)\nT(peft_config=made())", 3, 5),
+        ("m.add_adapter(LoraConfig(r=3, lora_alpha=5))\nT()", 3, 5),
+        ("lora = LoraConfig(r=3)\nT(peft_config=copy.deepcopy(lora))", 3, 8),
+        # One that nothing is given is none of the job.
+        ("LoraConfig(r=64)\nT()", None, None),
+    ],
+)
+def test_the_adapters_of_a_program_are_those_that_its_trainer_is_given(
+    tmp_path, lines, rank, alpha
+):
+    lines = lines.replace("T(None", "GRPOTrainer('m', f, args, None").replace(
+        "T(", "GRPOTrainer('m', f, args, "
+    )
+    translation = translated(tmp_path, "train.py", MADE + lines)
+    expected = {"model.lora_rank": rank, "model.lora_alpha": alpha, "rollout.group_size": 4}
+    assert found(translation, expected) == expected
+    unused = "LoraConfig(r=64) is given to no trainer"
+    assert (unused in translation.theirs.assumed) == ("64" in lines)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "get_peft_config(read())",
+        "make_lora(4)",
+        "lora",
+        "LoraConfig(r=4) if small else None",
+        "mine(ModelConfig(use_peft=True))",
+    ],
+)
+def test_adapters_that_are_not_read_are_said_to_make_another_run(tmp_path, given):
+    program = MADE + f"from mine import lora\nGRPOTrainer('m', f, args, peft_config={given})"
+    (tmp_path / "train.py").write_text(program)
+    page = translate(tmp_path / "train.py", None)
+    learned = page.partition("What changes what is learned")[2].partition("\n\n")[0]
+    (line,) = [line for line in learned.splitlines() if line.startswith("  peft_config=")]
+    assert line.startswith(
+        f"  peft_config={given}: it is not read, so that this command trains all"
+    )
+    assert "type model.lora_rank=R model.lora_alpha=ALPHA" in line
+    assert "model.lora_rank=" not in page.partition("\n\n")[2].partition("\n\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        (
+            "t.py",
+            "m = PeftModel.from_pretrained(A.from_pretrained('m'), 'out', is_trainable=True)",
+            "",
+        ),
+        (
+            "t.py",
+            "m = peft.PeftModelForCausalLM.from_pretrained(base, 'out', is_trainable=True)",
+            "",
+        ),
+        ("t.py", "m = AutoPeftModelForCausalLM.from_pretrained('out', is_trainable=True)", ""),
+        ("t.py", "m = AutoPeftModelForCausalLM.from_pretrained('out')", "none of its weights are"),
+        ("t.py", "m = A.from_pretrained('m')\nm.load_adapter('out', is_trainable=True)", ""),
+        ("t.py", "m = A.from_pretrained('out')", "PeftModel.from_pretrained(base, folder"),
+        ("t.py", "m = 'out'", "PeftModel.from_pretrained(base, folder"),
+        ("t.yaml", "model_name_or_path: out\nnum_generations: 4", "PeftModel.from_pretrained(base"),
+    ],
+)
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_folder_of_adapters_is_no_model_that_is_trained_whole(
+    tmp_path, monkeypatch, name, content, said, is_here
+):
+    """TRL trains the adapters alone: a merged model with new ones of their sizes is nearest."""
+    monkeypatch.chdir(tmp_path)
+    if is_here:
+        Path("out").mkdir()
+        settings = {"r": 4, "lora_alpha": 6, "use_rslora": True, "target_modules": ["v", "q"]}
+        Path("out/adapter_config.json").write_text(json.dumps(settings))
+    elif not content.startswith("m = ") or content[4:] == "'out'" or "= A." in content[:6]:
+        return  # a folder that is not here may be a whole model
+    trained = "\nGRPOTrainer(m, f, GRPOConfig(num_generations=4))" if name == "t.py" else ""
+    Path(name).write_text(content + trained)
+    page = translate(Path(name), None)
+    command = shlex.split(page.partition("\n\n")[2].partition("\n\n")[0])
+    assert "model.path=MODEL" in command
+    sizes = [word for word in command if word.startswith("model.lora")]
+    expected = ["model.lora_rank=4", "model.lora_alpha=12", "model.lora_targets=[q,v]"]
+    assert sizes == (expected if is_here else [])
+    learned = page.partition("What changes what is learned")[2].partition("\n\n")[0]
+    assert "pgtk export ADAPTERS MERGED" in learned
+    assert "for model.path=MERGED" in learned
+    assert said in learned
+    if not is_here:
+        assert "model.lora_rank=R model.lora_alpha=ALPHA belong beside it" in learned
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        # The one that the trainer names, with what is set on it before that, in whatever way.
+        ("big = GRPOConfig(num_generations=2)\nT(big)", {"rollout.group_size": 2}),
+        ("big = GRPOConfig(num_generations=2)\nbig.beta = 0.3\nT(args)", {"kl.coefficient": 0.04}),
+        ("setattr(args, 'beta', 0.3)\nT(args)", {"kl.coefficient": 0.3}),
+        (
+            "args = dataclasses.replace(args, beta=0.2, num_iterations=2)\nT(args)",
+            {"kl.coefficient": 0.2, "rollout.passes": 2, "rollout.group_size": 4},
+        ),
+        ("b = replace(args, seed=2)\nargs.beta = 0.7\nT(b)", {"kl.coefficient": 0.04}),
+        ("args.beta = 0.7\nb = copy.deepcopy(args)\nT(b)", {"kl.coefficient": 0.7}),
+        ("b = args\nb.beta = 0.7\nT(args=b)", {"kl.coefficient": 0.7}),
+        ("def made():\n    return GRPOConfig(beta=0.3)\nT(made())", {"kl.coefficient": 0.3}),
+        ("S = GRPOConfig\nb = S(beta=0.3)\nT(b)", {"kl.coefficient": 0.3}),
+        ("T()", {"kl": "none", "rollout.group_size": 8}),
+        ("T(**{'args': args})", {"kl.coefficient": 0.04}),
+        # The sizes of a generated batch are those with which it was made: 8 completions.
+        (
+            "args.gradient_accumulation_steps = 3\nT(args)",
+            {"accumulation.docs_per_step": 24, "rollout.prompts_per_batch": 2},
+        ),
+        (
+            "args.scale_rewards = False\nT(args)",
+            {"scale_rewards": "left", "advantage": "ADVANTAGE"},
+        ),
+    ],
+)
+def test_the_configuration_is_the_one_that_the_trainer_is_given(tmp_path, lines, expected):
+    lines = lines.replace("T()", "GRPOTrainer('m', f)").replace("T(", "GRPOTrainer('m', f, ")
+    assert found(translated(tmp_path, "train.py", MADE + lines), expected) == expected
+
+
+def test_of_a_configuration_what_is_not_read_is_named(tmp_path):
+    lines = (
+        "for key, value in more.items():\n    setattr(args, key, value)\n"
+        "args.set_training(learning_rate=1e-3)\nvars(args)['beta'] = 0.5\n"
+        "args.__dict__.update(beta=0.5)\nargs.per_device_train_batch_size = 4\n"
+        "GRPOTrainer('m', f, args, *others)\n"
+    )
+    translation = translated(tmp_path, "train.py", MADE + lines)
+    assert [line.partition(" (line")[0] for line in translation.theirs.unread] == [
+        "GRPOTrainer gets nothing by *others, known when it runs",
+        "setattr(args, key, value)",
+        "args.set_training(learning_rate=0.001)",
+        "args.__dict__.update(beta=0.5)",
+        "vars(args)['beta'] = 0.5",
+        "per_device_train_batch_size is set on a GRPOConfig that exists: its generation_batch_size "
+        "stays what it was there, and follows from it here",
+    ]
+    line = "args = replace(args, beta=0.2{})\nGRPOTrainer('m', f, args)"
+    for more, is_refused in (("", True), (", generation_batch_size=None", False)):
+        assumed = translated(tmp_path, "t.py", MADE + line.format(more)).theirs.assumed
+        assert any("TRL stops there" in sentence for sentence in assumed) == is_refused
+
+
+IDLE_LATER = {"temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.1, "epsilon": 0.3}
+IDLE_LATER |= {"max_completion_length": 7, "entropy_coef": 0.1, "delta": 3.0, "learning_rate": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("beta", 0.1, {"kl.coefficient": 0.1}),
+        ("epsilon_high", 0.3, {"loss.epsilon_low": 0.2, "loss.epsilon_high": 0.3}),
+        ("epsilon_low", 0.1, {"loss.epsilon_low": 0.1, "loss.epsilon_high": 0.2}),
+        ("loss_type", "grpo", {"aggregation": "sample_mean"}),
+        ("scale_rewards", "none", {"advantage": "dr_grpo"}),
+        ("num_generations", 2, {"rollout.group_size": 2}),
+        ("num_iterations", 2, {"rollout.passes": 2}),
+        *((name, value, {}) for name, value in IDLE_LATER.items()),
+    ],
+)
+@pytest.mark.parametrize("line", ["tr.{} = {!r}", "setattr(tr, {!r}, {!r})"])
+def test_of_a_key_that_is_set_on_the_trainer_page_and_command_say_one_thing(
+    tmp_path, name, value, expected, line
+):
+    made = MADE + "tr = GRPOTrainer('m', f, args)\n"
+    (tmp_path / "train.py").write_text(made)
+    before = translate(tmp_path / "train.py", None)
+    (tmp_path / "train.py").write_text(made + line.format(name, value))
+    translation = Translation(read(tmp_path / "train.py"))
+    assert found(translation, expected) == expected
+    page = translate(tmp_path / "train.py", None)
+    assert "not carried" not in page
+    idle = f"tr.{name} = {value!r} (line 4) does nothing there: GRPOTrainer reads this key"
+    assert (idle in page) == (not expected)
+    commands = [text.partition("\n\n")[2].partition("\n\n")[0] for text in (before, page)]
+    assert (commands[0] == commands[1]) == (not expected)
+    # Its args are read when it is made, but for the keys of transformers' trainer.
+    (tmp_path / "train.py").write_text(made + f"tr.args.{name} = {value!r}\n")
+    page = translate(tmp_path / "train.py", None)
+    idle = f"tr.args.{name} = {value!r} (line 4) does nothing there"
+    assert (idle in page) == (name in tables()["TRL"].content["taken"])
+    assert ("optimizer.learning_rate=1 " in page) == (name == "learning_rate")
+
+
+def test_a_key_with_which_the_first_step_fails_is_not_carried(tmp_path):
+    for given, line, said in (
+        ("", "tr.beta = 0.1", "GRPOTrainer has no reference when it is made with beta=0"),
+        ("", "tr.scale_rewards = False", "GRPOTrainer takes group, batch and none there"),
+        ("loss_type='dr_grpo'", "tr.max_completion_length = 7", "aggregation.divisor=7"),
+    ):
+        program = f"tr = GRPOTrainer('m', f, GRPOConfig({given}))\n{line}"
+        translation = translated(tmp_path, "train.py", program)
+        (sentence,) = translation.theirs.unread
+        assert sentence.startswith(f"{line} (line 2): ")
+        assert said in sentence
+        expected = {"kl": "none", "advantage": "grpo", "rollout.max_completion_length": 512}
+        assert found(translation, expected) == expected
+    program = "tr = {0}Trainer('m', f, {0}Config(){1})\ntr.beta = 0.1"
+    for trainer, given in (("GRPO", ", peft_config=LoraConfig()"), ("RLOO", "")):
+        translation = translated(tmp_path, "train.py", program.format(trainer, given))
+        assert found(translation, {"kl.coefficient": 0.1}) == {"kl.coefficient": 0.1}
+
+
+def test_whether_a_step_has_whole_groups_is_said_as_it_is(tmp_path):
+    sizes = {"gradient_accumulation_steps": 2, "generation_batch_size": 24, "num_generations": 4}
+    for batch, documents, is_whole in ((3, 6, False), (2, 4, True), (6, 12, True)):
+        values = sizes | {"per_device_train_batch_size": batch}
+        translation = translated(tmp_path, "theirs.json", values)
+        assert translation.typed["accumulation.docs_per_step"][0] == documents
+        remarks = [line for line in translation.apart if "are shuffled there" in line]
+        assert len(remarks) == (documents < 24)
+        assert all(("here it has whole groups" in line) == is_whole for line in remarks)
+        assert all(("6 are no whole groups of 4" in line) != is_whole for line in remarks)
+
+
+def test_what_trl_does_not_start_with_is_said_first_and_has_no_number_of_steps(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 100)
+    data = {"train_dataset": {"path": "json", "data_files": str(tmp_path / "p.jsonl")}}
+    refused = {"steps_per_generation": 4, "per_device_train_batch_size": 1}
+    for generations, steps in ((4, 1200), (8, None)):
+        translation = translated(
+            tmp_path, "theirs.json", data | refused | {"num_generations": generations}
+        )
+        assert found(translation, {"trainer.max_steps": steps}) == {"trainer.max_steps": steps}
+        assert bool(translation.refused) == (steps is None)
+    page = translate(tmp_path / "theirs.json", None)
+    title = "What TRL 1.16.0 does not start with:\n  the 4 completions of a generated batch"
+    assert title in page
+    for values in ({"beta": 0.0}, {"beta": 0.1, "use_peft": True}):
+        values |= {"sync_ref_model": True, "num_generations": 8}
+        translation = translated(tmp_path, "theirs.json", values)
+        assert len(translation.refused) == 1
+        assert found(translation, {"sync_ref_model": "left"}) == {"sync_ref_model": "left"}
+        # Another version may start with it.
+        (tmp_path / "t.yaml").write_text("# trl==0.20.0\n" + json.dumps(values))
+        assert Translation(read(tmp_path / "t.yaml")).refused == []
