@@ -259,7 +259,7 @@ def policy_loss(
         )
     arguments.check_ranks(ranks, impl, num_documents)
     old_log_probs = arguments.old_or_zeros(
-        "logits", logits, definition, old_log_probs, sampling_log_probs
+        "logits", logits, definition, old_log_probs, sampling_log_probs, sampling_kept_ids
     )
     vectors = labels, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     top = arguments.check_top(definition, sampling_top_ids, sampling_top_log_probs)
@@ -396,7 +396,7 @@ def linear_policy_loss(
     arguments.check_head(hidden, head, definition, method)
     arguments.check_ranks(ranks, impl, num_documents)
     old_log_probs = arguments.old_or_zeros(
-        "hidden", hidden, definition, old_log_probs, sampling_log_probs
+        "hidden", hidden, definition, old_log_probs, sampling_log_probs, sampling_kept_ids
     )
     vectors = labels, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     top = arguments.check_top(definition, sampling_top_ids, sampling_top_log_probs)

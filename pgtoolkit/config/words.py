@@ -75,7 +75,7 @@ OF_EQUATIONS = (
     Word(
         "advantage",
         "A_t, how much better a completion is than expected of its prompt; A_d, its mean in d",
-        symbols=("A_t", "A_d"),
+        symbols=("A_t", "A_d", "A"),
     ),
 )
 """The words of docs/losses.md."""

@@ -74,6 +74,12 @@ OF_COMPARISONS = (
         see="comparing.md#what-is-compared",
     ),
     Word(
+        "restricted mean",
+        "the mean up to a limit, of seeds of which some did not come to the threshold: a lower "
+        "bound",
+        see="comparing.md#what-is-compared",
+    ),
+    Word(
         "interval",
         "a column: the confidence interval of the mean, or of the difference of a pair",
         see=_SURE,
@@ -187,6 +193,12 @@ OF_THE_FIELD = (
         "TRL's class of settings of RLOO, which is `experiment=rloo` here, with `advantage=rloo`; "
         "`pgtk translate` reads files of GRPO alone, which have most of its keys",
         see="trl_and_verl.md",
+    ),
+    Word(
+        "baseline",
+        "what a reward is compared with, such as the mean of its group: a reward less the baseline "
+        "is an advantage",
+        see="losses.md#advantages",
     ),
     Word("old policy", "the weights before the updates of a batch: `rollout.old_log_probs`"),
     Word(

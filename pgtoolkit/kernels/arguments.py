@@ -164,11 +164,12 @@ def old_or_zeros(
     loss: Loss,
     old_log_probs: Array | None,
     sampling_log_probs: Array | None,
+    kept_ids: Array | None = None,
 ) -> Array | None:
     """Return the old log-probs; zeros where there are none, and nothing reads them.
 
     name: the keyword of rows, the model's output. sampling_log_probs: those that a correction
-        `of_policy` compares the new ones with in their place.
+        `of_policy` compares the new ones with in their place. kept_ids: sampling_kept_ids.
     Raises ValueError where something reads them.
     """
     if old_log_probs is not None:
@@ -181,10 +182,16 @@ def old_or_zeros(
         of_logits = "logits.detach()"
         if loss.temperature != 1:
             of_logits = f"(logits.detach() / {loss.temperature:g})"
+        of_itself = _OF_ITSELF[name].format(of_logits=of_logits)
+        if kept_ids is not None:
+            of_itself = (
+                "they are the log_softmax over the tokens of sampling_kept_ids alone, as the "
+                "sampler gives it; where a row of these is all -1, over all tokens"
+            )
         raise ValueError(
             "old_log_probs needs the log-probs of the labels under the policy that sampled (got "
-            f"None): {reader} reads them. On the policy's own samples "
-            f"{_OF_ITSELF[name].format(of_logits=of_logits)}. loss='reinforce' alone reads none"
+            f"None): {reader} reads them. On the policy's own samples {of_itself}. "
+            "loss='reinforce' reads none"
         )
     if loss.metrics != "none":
         raise ValueError(

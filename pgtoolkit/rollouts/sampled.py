@@ -250,7 +250,8 @@ class SampledRollouts(Source):
                 raise ValueError(
                     f"sampler needs {name}={needed!r}, as the settings of the rollouts have (got "
                     f"{got!r}): log-probs are taken as these say. Use "
-                    "dataclasses.replace(settings.sampling, keep_top=...) for both"
+                    f"PolicyRolloutSettings(..., {name}={got!r}), or the sampler with {name}="
+                    f"{needed!r}"
                 )
 
     def _corrects(self) -> bool:

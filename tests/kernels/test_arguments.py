@@ -353,6 +353,10 @@ def test_a_loss_that_reads_no_old_log_probs_takes_none():
         torch.testing.assert_close(out.loss, expected, check_dtype=False)
     with pytest.raises(ValueError, match=r"old_log_probs needs the log-probs .*\(got None\)"):
         policy_loss(**given, loss="grpo")
+    kept = CASE.labels.clamp(min=0)[:, None]
+    over_kept = "log_softmax over the tokens of sampling_kept_ids alone"
+    with pytest.raises(ValueError, match=f"On the policy's own samples they are the {over_kept}"):
+        policy_loss(**given, loss="grpo", sampling_kept_ids=kept)
     with pytest.raises(ValueError, match=r"old_log_probs=None needs metrics='none' \(got 'basic'"):
         policy_loss(**given, loss="reinforce", metrics="basic")
 

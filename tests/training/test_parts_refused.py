@@ -287,7 +287,8 @@ ROLLOUTS = [
     ),
     (
         {"sampling": {"temperature": 0.5}},
-        r"^sampler needs temperature=1.0, as the settings .*\(got 0.5\)",
+        r"^sampler needs temperature=1.0, as the settings .*\(got 0.5\).* "
+        r"Use PolicyRolloutSettings\(..., temperature=0.5\), or the sampler with temperature=1.0$",
     ),
     ({"rollout": {"stop": ["9"]}, "sampling": {"stop": ()}}, r"^sampler needs stop=\['9'\]"),
     ({"rollout": {"stop": ["9"]}, "stop": []}, r"^TokenizedTask needs stop=\['9'\], .*got \[\]"),
