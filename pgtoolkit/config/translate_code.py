@@ -75,6 +75,7 @@ class Code:
         self._changed: set[str] = set()  # names of lists and dictionaries that may change later
         self._in_branches: set[ast.AST] = set()
         self._own: dict[str, ast.FunctionDef] = {}  # its own functions
+        self._following: set[ast.AST] = set()  # calls whose objects are looked for
         self._functions_of: dict[ast.AST, ast.AST] = {}  # code inside a function -> the function
         tree = ast.parse(content)
         self.docstring = ast.get_docstring(tree) or ""

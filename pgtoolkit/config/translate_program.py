@@ -139,13 +139,15 @@ class Program(Code):
             if isinstance(is_body, Unread):
                 return None
             return self.made(node.body if is_body else node.orelse, call)
-        if not isinstance(node, ast.Call):
+        if not isinstance(node, ast.Call) or node in self._following:
             return None
         name = self._called(node)
         if name == call:
             arguments = self._arguments(node, ["output_dir"] if call == "GRPOConfig" else [])
         elif name in _COPIES and node.args:
+            self._following.add(node)  # what is made of itself is not followed for ever
             copied = self.made(node.args[0], call)
+            self._following.discard(node)
             if copied is None:
                 return None
             changes = self._arguments(node)
@@ -153,8 +155,11 @@ class Program(Code):
             if call == "GRPOConfig" and name == "replace":
                 self._say_refused(node, changes)
         else:
+            self._following.add(node)
             returned = self._returned(node)
-            return None if returned is None else self.made(returned, call)
+            made_there = None if returned is None else self.made(returned, call)
+            self._following.discard(node)
+            return made_there
         call_of_it = node
         later = self._set_on(
             names,

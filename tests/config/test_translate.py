@@ -3816,6 +3816,9 @@ def test_a_folder_of_adapters_is_no_model_that_is_trained_whole(
         ("def made():\n    return GRPOConfig(beta=0.3)\nT(made())", {"kl.coefficient": 0.3}),
         ("S = GRPOConfig\nb = S(beta=0.3)\nT(b)", {"kl.coefficient": 0.3}),
         ("T()", {"kl": "none", "rollout.group_size": 8}),
+        # What is made of itself is not followed for ever.
+        ("from mine import b\nb = copy.copy(b)\nT(b)", {"rollout.group_size": 4}),
+        ("def made():\n    return made()\nT(made())", {"rollout.group_size": 4}),
         ("T(**{'args': args})", {"kl.coefficient": 0.04}),
         # The sizes of a generated batch are those with which it was made: 8 completions.
         (
