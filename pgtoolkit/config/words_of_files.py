@@ -285,8 +285,7 @@ PARAMETERS_OF_LOSSES = (
     Word("advantages", "A; a function without it takes `advantage=none`", type="(T,)"),
     Word(
         "rewards",
-        "the document's reward as estimators get it; the function's metrics leave out documents "
-        "without a score",
+        "the document's reward as estimators get it",
         type="(T,)",
     ),
     Word(
@@ -315,7 +314,8 @@ PARAMETERS_OF_LOSSES = (
     Word(
         "step",
         "`sum(x)`, `mean(x)`, `quantile(x, share)` over all trained tokens; `num_tokens`, "
-        "`num_documents`, `num_groups` of those seen (the metrics of these names count all)",
+        "`num_documents`, `num_groups` of those seen (these metrics count all documents and "
+        "groups)",
     ),
 )
 """The parameters of a loss function of T trained tokens, D documents and G groups."""

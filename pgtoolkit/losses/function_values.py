@@ -60,30 +60,6 @@ class Evaluated:
             metrics={name: placed(vector) for name, vector in self.metrics.items()},
         )
 
-    def measured_beside(self, others: Evaluated, is_other: Tensor, same_group: Tensor) -> Evaluated:
-        """Return the others' results, and elsewhere the ratio and the metrics of these; but a
-        metric per group is that of the others wherever the group has one.
-
-        others: 0 where is_other, (T,) bool, is False.
-        same_group: (T,) int64, the position of a token of the same group that is one of the others;
-            the token's own where there is none.
-        """
-        zeros = torch.zeros_like(self.losses)
-
-        def measured(name: str, of_others: Tensor) -> Tensor:
-            has_other = is_other
-            if others.units[f"metric {name}"] == ["group"]:
-                has_other = is_other[same_group]
-                of_others = of_others[same_group]
-            return torch.where(has_other, of_others, self.metrics.get(name, zeros))
-
-        return replace(
-            others,
-            log_ratio=torch.where(is_other, others.log_ratio, self.log_ratio),
-            clamped=torch.where(is_other, others.clamped, self.clamped),
-            metrics={name: measured(name, vector) for name, vector in others.metrics.items()},
-        )
-
 
 def evaluate(
     family: FunctionFamily,

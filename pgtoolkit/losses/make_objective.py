@@ -12,7 +12,7 @@ from pgtoolkit.losses.centering import centering_of
 from pgtoolkit.losses.corrections import Correction, Factors
 from pgtoolkit.losses.documents import DocumentSums, whole_step_totals
 from pgtoolkit.losses.exchange import Ranks, all_sum
-from pgtoolkit.losses.family import Family, over_scope, scope_mean
+from pgtoolkit.losses.family import over_scope, scope_mean
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.kl import Penalties
 from pgtoolkit.losses.objective import Loss, Objective
@@ -66,7 +66,7 @@ def make_objective(
             documents, group_index, trajectory_index, ranks.data, signs
         )
 
-    truncated = tokens.truncated if loss.masks_truncated else None
+    left_out = _left_out(tokens, loss)
     unreadable = torch.zeros_like(mask)
     sampling_log_ratio = None
     if sampling_log_probs is not None and old_log_probs is not None:
@@ -86,15 +86,17 @@ def make_objective(
             totals, documents, mask, group_index, trajectory_index, advantages
         )
         weights = torch.where(misplaced, torch.nan, weights).to(dtype)
-        for left_out in (truncated, tokens.excluded):
-            if left_out is not None:
-                weights = torch.where(documents.broadcast(left_out.to(dtype)) > 0, 0.0, weights)
+        if left_out is not None:
+            weights = torch.where(documents.broadcast(left_out.to(dtype)) > 0, 0.0, weights)
         return torch.where(unreadable, torch.nan, weights)
 
     weights = weights_of(aggregation)
     of_penalties = weights
     if aggregation.of_penalties is not aggregation:
         of_penalties = weights_of(aggregation.of_penalties)
+    has_weight = None if left_out is None else ~left_out
+    if isinstance(aggregation, Custom):  # only a reducer gives other documents weights of 0
+        has_weight = documents.sum(weights.abs()) != 0
     divergence = torch.zeros_like(weights) if loss.full_kl else None
     penalties = Penalties(
         loss.kl,
@@ -148,14 +150,23 @@ def make_objective(
         sampling_log_probs=sampling_log_probs,
         sampling_log_ratio=sampling_log_ratio,
         factors=factors,
-        unscored=_unscored(tokens, family),
-        known_before=_known_before(tokens, totals_given, loss, documents, penalties.weights),
+        has_weight=has_weight,
+        known_before=_known_before(tokens, totals_given, loss, documents, has_weight, dtype),
         group_index=tokens.group_index if is_whole_step else None,
         coefficients_of_step=_as_dtype(tokens.coefficients, dtype),
         given_factors=_as_dtype(tokens.factors, dtype),
         shared=() if is_complete else _shared(tokens, totals),
         centering=centering_of(tokens, family, mask, weights, old_log_probs),
     )
+
+
+def _left_out(tokens: Tokens, loss: Loss) -> Tensor | None:
+    """Return (documents,) bool, True for those whose weights are 0 whatever the aggregation says;
+    None where the data say that of none."""
+    truncated = tokens.truncated if loss.masks_truncated else None
+    if truncated is None or tokens.excluded is None:
+        return tokens.excluded if truncated is None else truncated
+    return truncated | tokens.excluded
 
 
 def _shared(tokens: Tokens, totals: StepTotals) -> tuple[tuple[str, Tensor, Tensor], ...]:
@@ -209,13 +220,18 @@ def _known_mean(mean: float | Tensor | None) -> float | Tensor:
 
 
 def _known_before(
-    tokens: Tokens, is_piece: bool, loss: Loss, documents: DocumentSums, weights: Tensor
+    tokens: Tokens,
+    is_piece: bool,
+    loss: Loss,
+    documents: DocumentSums,
+    has_weight: Tensor | None,
+    dtype: torch.dtype,
 ) -> dict[str, Tensor]:
     """Return the vectors of `function.KNOWN_BEFORE` that a function asks for and the data have,
     (T,) each.
 
     is_piece: True if other pieces of the step may hold documents of the same groups.
-    weights: (T,), without the factors of a correction.
+    has_weight: that of the objective. dtype: of the vectors.
     """
     family = loss.family
     if not isinstance(family, FunctionFamily):
@@ -223,15 +239,17 @@ def _known_before(
     asked = family.asked
     known = {}
     if "lengths" in asked:
-        known["lengths"] = documents.broadcast(documents.counts.to(weights.dtype))
+        known["lengths"] = documents.broadcast(documents.counts.to(dtype))
     if "position" in asked:
-        known["position"] = documents.before(torch.ones_like(weights))
+        known["position"] = documents.before(torch.ones_like(tokens.labels, dtype=dtype))
     if tokens.rewards is not None and asked & {"rewards", "group_rewards"}:
         # A document of weight 0 may have no reward. If it has one, that is part of the baseline.
-        has_weight = ~(documents.sum(weights.abs()) == 0)
-        is_known = has_weight | torch.isfinite(tokens.rewards)
+        needs_one = documents.counts > 0
+        if has_weight is not None:
+            needs_one = needs_one & has_weight
+        is_known = needs_one | torch.isfinite(tokens.rewards)
         rewards = torch.where(is_known, tokens.rewards, 0.0)
-        known["rewards"] = documents.broadcast(rewards.to(weights.dtype))
+        known["rewards"] = documents.broadcast(rewards.to(dtype))
         group_rewards = tokens.group_rewards
         if group_rewards is None and tokens.group_index is not None and not is_piece:
             counted = is_known
@@ -239,15 +257,8 @@ def _known_before(
                 counted = is_known & _are_first(tokens.trajectory_index, is_known)
             group_rewards = _means_of_groups(rewards, tokens.group_index, counted)
         if group_rewards is not None:
-            known["group_rewards"] = documents.broadcast(group_rewards.to(weights.dtype))
+            known["group_rewards"] = documents.broadcast(group_rewards.to(dtype))
     return known
-
-
-def _unscored(tokens: Tokens, family: Family) -> Tensor | None:
-    """Return (documents,) bool, True for those without a reward that a function asks for; None
-    where it asks for none."""
-    asks = isinstance(family, FunctionFamily) and family.asked & {"rewards", "group_rewards"}
-    return ~torch.isfinite(tokens.rewards) if asks and tokens.rewards is not None else None
 
 
 def _are_first(index: Tensor, candidates: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def sum_metrics(
     entropy: (T,), if it is measured.
     """
     if level == "none":
-        sums = _sums(objective, [log_probs])
+        sums = torch.cat([_left_out(objective), _sums(objective, [log_probs])])
         return MetricSums(level, sums, sums.new_empty(0))
 
     terms = objective.token_terms(log_probs)
@@ -63,6 +63,7 @@ def sum_metrics(
     shares = objective.shares if terms.ratio_by_document else objective.mask.double()
     weighted = shares * ratio
     sums = _sums(objective, values, [weighted, weighted * ratio, shares])
+    sums = torch.cat([_left_out(objective), sums])
     advantages = objective.advantages.double()
     maxima = _maxima(objective, [advantages, ratio, -advantages, -ratio])
     more = _with_more(objective, MetricSums(level, sums, maxima), log_probs)
@@ -145,20 +146,8 @@ def _with_own(objective: Objective, sums: MetricSums, log_probs: Tensor) -> Metr
         terms = None
     if names:
         vectors = [log_probs if terms is None else terms.own_metrics[name] for name in names]
-        leaves_out = bool(family.asked & {"rewards", "group_rewards"})
-        if leaves_out:
-            unscored = torch.zeros_like(log_probs)
-            if objective.unscored is not None:
-                unscored = objective.documents.broadcast(objective.unscored.to(log_probs.dtype))
-            vectors = [torch.where(unscored > 0, 0.0, vector) for vector in vectors]
-            vectors.append(unscored)
         further = _sums(objective, vectors)
-        sums = replace(
-            sums,
-            sums=torch.cat([sums.sums, further]),
-            own_metrics=names,
-            leaves_out=leaves_out,
-        )
+        sums = replace(sums, sums=torch.cat([sums.sums, further]), own_metrics=names)
     return replace(sums, absent=() if has_bounds else CLIP_METRICS)
 
 
@@ -181,15 +170,24 @@ def _outside(objective: Objective, log_probs: Tensor, log_ratio: Tensor) -> Tens
     return low | high
 
 
+def _left_out(objective: Objective) -> Tensor:
+    """Return (2,) float64: the trained tokens of documents of weight 0, and their documents."""
+    if objective.has_weight is None:
+        return objective.shares.new_zeros(2)
+    left_out = objective.mask & ~objective.measured
+    # Ranks that share a document have shares of it that add up to 1.
+    return torch.stack([left_out.double().sum(), objective.shares.where(left_out, 0.0).sum()])
+
+
 def _sums(objective: Objective, means: list[Tensor], others: Sequence[Tensor] = ()) -> Tensor:
-    """Return the sum of each vector over trained tokens.
+    """Return the sum of each vector over the trained tokens of documents that have a weight.
 
     means: vectors that are multiplied by `objective.shares` before. Divided by the number of
         documents, their sums are means over documents of means over tokens.
     """
     # On a GPU, an operation costs about the same for a stack as for a single vector.
     stacked = torch.stack([vector.double() for vector in (*means, *others)])
-    values = torch.where(objective.mask, stacked, 0.0)
+    values = torch.where(objective.measured, stacked, 0.0)
     values[: len(means)] *= objective.shares
     return values.sum(1)
 
@@ -198,4 +196,4 @@ def _maxima(objective: Objective, values: list[Tensor]) -> Tensor:
     stacked = torch.stack([vector.double() for vector in values])
     if not len(objective.mask):  # no maximum to take
         return stacked.new_full((len(values),), -torch.inf)
-    return torch.where(objective.mask, stacked, -torch.inf).amax(1)
+    return torch.where(objective.measured, stacked, -torch.inf).amax(1)

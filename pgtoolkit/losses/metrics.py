@@ -101,13 +101,12 @@ _OF_BOTH_LOG_PROBS = {
 class MetricSums:
     """The metrics of a piece of a step, before division, to be merged over pieces and ranks.
 
-    sums: (K,) float64, to be added up; those of the level come first.
+    sums: (K,) float64, to be added up: the trained tokens of documents of weight 0, the number of
+        these documents, then those of the level.
     maxima: (M,) float64, of which the maximum is taken. A piece without a trained token has -inf,
         so that no placeholder can win.
     more: the kinds that follow the level, the same in all pieces of a step.
     own_metrics: the names of the loss's own metrics, whose sums come last.
-    leaves_out: whether one more sum is the number of documents that have no reward, which those
-        metrics leave out.
     absent: metrics of the level that have no meaning under the loss.
     """
 
@@ -116,7 +115,6 @@ class MetricSums:
     maxima: Tensor
     more: tuple[str, ...] = ()
     own_metrics: tuple[str, ...] = ()
-    leaves_out: bool = False
     absent: tuple[str, ...] = ()
 
     def merge(self, other: MetricSums) -> MetricSums:
@@ -142,28 +140,30 @@ class MetricSums:
     def finalize(self, totals: StepTotals, with_old_log_probs: bool = True) -> dict[str, Tensor]:
         """Return 0-dim tensors by name, over the documents merged so far.
 
-        Means are divided by the step's totals. Extrema are infinite and effective_sample_size is
-        NaN where no token is trained.
+        Means are divided by the step's totals. A document of weight 0 counts as one without a
+        trained token. Extrema are infinite and effective_sample_size is NaN where no token is
+        trained.
         with_old_log_probs: False leaves out the metrics that need old log-probs.
         """
         metrics = {}
         sums = iter(self.sums)
         maxima = iter(self.maxima)
+        tokens_left_out = next(sums).round().long()
+        documents_left_out = next(sums).round().long()
         for name in (self.level, *self.more):
             metrics |= _KINDS[name].finalize(sums, maxima, totals.num_documents)
-        of_own = [next(sums) for _ in self.own_metrics]
-        left_out = next(sums) if self.leaves_out else 0
-        metrics |= {
-            name: value / (totals.num_documents - left_out)
-            for name, value in zip(self.own_metrics, of_own, strict=True)
-        }
+        metrics |= {name: next(sums) / totals.num_documents for name in self.own_metrics}
         metrics = {name: value for name, value in metrics.items() if name not in self.absent}
         if not with_old_log_probs:
             metrics = {
                 name: value for name, value in metrics.items() if name not in _OF_BOTH_LOG_PROBS
             }
-        names = "num_tokens", "num_documents", "num_empty_documents", "num_groups"
-        counts = {name: getattr(totals, name) for name in names}
+        counts = {
+            "num_tokens": totals.num_tokens - tokens_left_out,
+            "num_documents": totals.num_documents,
+            "num_empty_documents": totals.num_empty_documents + documents_left_out,
+            "num_groups": totals.num_groups,
+        }
         if totals.tokens_per_trajectory is not None:
             counts["num_trajectories"] = totals.num_trajectories
         return metrics | {

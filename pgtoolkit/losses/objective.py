@@ -32,7 +32,7 @@ from pgtoolkit.losses.data_faults import Data, MadeFrom
 from pgtoolkit.losses.documents import DocumentSums
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.losses.family import LOG_RATIO_LIMIT, Family, clamped, over_scope, scope_mean
-from pgtoolkit.losses.function import FunctionFamily, FunctionLoss
+from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.function_values import Evaluated, check_results, evaluate
 from pgtoolkit.losses.kl import KL, Penalties
 from pgtoolkit.losses.metrics import LEVELS
@@ -232,7 +232,8 @@ class Objective:
     factors: the factors of a correction that is not `of_policy`, for the metrics. They are in
         `weights` already.
     known_before: the vectors of `function.KNOWN_BEFORE` that the family asks for, by name.
-    unscored: (documents,) bool, True for those without a reward, where a function asks for rewards.
+    has_weight: (documents,) bool, False for those of which every weight is 0, and which metrics
+        leave out; None where no document is known to be such.
     group_index: (documents,) int64, where the objective is the whole step's and the family's level
         is the step.
     centering: the term of score centering, or None.
@@ -261,7 +262,7 @@ class Objective:
     sampling_log_ratio: Tensor | None = None
     factors: Factors | None = None
     known_before: dict[str, Tensor] = field(default_factory=dict)
-    unscored: Tensor | None = None
+    has_weight: Tensor | None = None
     group_index: Tensor | None = None
     coefficients_of_step: Tensor | None = None
     given_factors: Tensor | None = None
@@ -448,9 +449,7 @@ class Objective:
     def _evaluated(self, family: FunctionFamily, log_probs: Tensor, weights: Tensor) -> Evaluated:
         """Return the function's results at all positions, 0 where it gets no token.
 
-        A document of weight 0 has no part in those of other documents, and no loss. Its ratio and
-        its metrics are those of a call in which it is beside the others, see `_called_beside`,
-        while `groups` and `step` count these alone; its group's number is that of the others.
+        A document of weight 0 has no part in those of other documents.
         """
         if family.level == "token":
             return self._call(family, log_probs, weights, None, (None, None, None))
@@ -460,60 +459,12 @@ class Objective:
         trained = self.documents.counts > 0
         members = self.members()
         if not bool(members.any()):
-            rows, views = self._seen_by(trained, trained)
+            rows, views = self._seen_by(trained)
             of_all = self._call(family, log_probs, weights, rows, views)
             zeros = torch.zeros_like(log_probs)
             return replace(of_all, losses=zeros, coefficients=zeros)
-        rows, views = self._seen_by(members, members)
-        evaluated = self._call(family, log_probs, weights, rows, views)
-        if bool((members == trained).all()):
-            return evaluated
-        same_group = self._beside(members)
-        for others in self._called_beside(members, isinstance(family, FunctionLoss)):
-            rows, views = self._seen_by(members | others, members)
-            of_call = self._call(family, log_probs, weights, rows, views)
-            is_other = self.documents.broadcast(others.double()) > 0
-            evaluated = of_call.measured_beside(evaluated, ~is_other, same_group)
-        return evaluated
-
-    def _called_beside(self, members: Tensor, one_by_one: bool) -> Iterator[Tensor]:
-        """Yield, for each call that measures documents of weight 0, those that it gets beside the
-        members, (documents,) bool.
-
-        one_by_one: each alone, since a function may compare documents without `groups`; only those
-            of a group without a member are together.
-        """
-        others = (self.documents.counts > 0) & ~members
-        if not one_by_one:
-            yield others
-            return
-        numbers = torch.arange(len(others), device=others.device)
-        if self.group_index is not None:
-            _, groups = self.group_index.unique(return_inverse=True)
-            of_group = torch.zeros_like(numbers).index_add(0, groups, members.long())
-            numbers = torch.where(of_group[groups] > 0, numbers, len(others) + groups)
-        for number in numbers[others].unique():
-            yield others & (numbers == number)
-
-    def _beside(self, members: Tensor) -> Tensor:
-        """Return (T,) int64, for each position that of a token of a member of its group; its own
-        where there is none.
-
-        members: (documents,) bool, each with a trained token.
-        """
-        here = torch.arange(len(self.mask), device=self.mask.device)
-        if self.group_index is None:
-            return here
-        _, groups = self.group_index.unique(return_inverse=True)
-        nowhere = len(here)
-        num_documents = self.documents.num_documents
-        of_document = here.new_full((num_documents + 1,), nowhere)
-        of_document = of_document.scatter_reduce(0, self.documents.index, here, "amin")
-        of_member = torch.where(members, of_document[:num_documents], nowhere)
-        of_group = here.new_full((num_documents,), nowhere)  # more than there are groups
-        of_group = of_group.scatter_reduce(0, groups, of_member, "amin")
-        beside = torch.cat([of_group[groups], here.new_full((1,), nowhere)])[self.documents.index]
-        return torch.where(beside < nowhere, beside, here)
+        rows, views = self._seen_by(members)
+        return self._call(family, log_probs, weights, rows, views)
 
     def _call(
         self,
@@ -554,18 +505,16 @@ class Objective:
         return bool((self.documents.counts > 0).any())
 
     def _seen_by(
-        self, shown: Tensor, members: Tensor
+        self, shown: Tensor
     ) -> tuple[Tensor, tuple[DocumentView, GroupView | None, StepView | None]]:
         """Return (rows, (documents, groups, step)) as a function gets them.
 
-        shown, members: (documents,) bool: the documents that it gets, and those of them that
-            `groups` and `step` count; a group without a member counts all that are shown.
+        shown: (documents,) bool, the documents that it gets.
         rows: the positions of their tokens, document by document.
         """
         rows, documents = self.documents.only(shown)
         if self.family.by_document:
             return rows, (DocumentView(documents), None, None)
-        counted = members[shown]
         groups = None
         num_groups = None
         if self.group_index is not None:
@@ -576,9 +525,9 @@ class Objective:
             first = torch.full_like(numbers, len(place))
             first = first.scatter_reduce(0, group_index, place, "amin")
             group_index = first.argsort().argsort()[group_index]
-            groups = GroupView(group_index, len(numbers), counted)
-            num_groups = len(self.group_index[members].unique())
-        step = StepView(len(rows), int(counted.sum()), num_groups, counted[documents.index])
+            num_groups = len(numbers)
+            groups = GroupView(group_index, num_groups)
+        step = StepView(len(rows), documents.num_documents, num_groups)
         return rows, (DocumentView(documents), groups, step)
 
     def members(self) -> Tensor:
@@ -602,6 +551,13 @@ class Objective:
             log_ratio = torch.where(self.mask, log_probs - self.sampling_log_probs, 0.0)
         assert self.document_advantages is not None
         return Factors.of(self.off_policy, log_ratio, self.document_advantages, self.documents)
+
+    @cached_property
+    def measured(self) -> Tensor:
+        """Return (T,) bool, True at the trained tokens of documents that have a weight."""
+        if self.has_weight is None:
+            return self.mask
+        return self.mask & (self.documents.broadcast(self.has_weight.double()) > 0)
 
     @cached_property
     def shares(self) -> Tensor:
@@ -664,6 +620,7 @@ class Objective:
             known_before={name: vector[rows] for name, vector in self.known_before.items()},
             sampling_log_ratio=None,
             factors=None,
+            has_weight=None,
             _last_terms=[],
         )
 

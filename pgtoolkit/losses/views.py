@@ -75,17 +75,11 @@ class GroupView:
     """Sums and softmax over the documents of each group.
 
     group_index: (D,) int64, the group of each document, numbered from 0 without a gap.
-    counted: (D,) bool, the documents that sums and softmax are over; in a group without such a
-        document, and by default, all.
     """
 
-    def __init__(self, group_index: Tensor, num_groups: int, counted: Tensor | None = None):
+    def __init__(self, group_index: Tensor, num_groups: int):
         self._index = group_index
         self._num_groups = num_groups
-        self._counted = torch.ones_like(group_index, dtype=torch.bool)
-        if counted is not None:
-            has_counted = torch.zeros_like(group_index).index_add(0, group_index, counted.long())
-            self._counted = counted | (has_counted == 0)[group_index]
 
     def __len__(self) -> int:
         return self._num_groups
@@ -93,7 +87,6 @@ class GroupView:
     def sum(self, values: Tensor) -> Tensor:
         """Return (G,), the sum of (D,) values over each group."""
         self._check("sum", values)
-        values = torch.where(self._counted, values, 0)
         return values.new_zeros(self._num_groups).index_add(0, self._index, values)
 
     def mean(self, values: Tensor) -> Tensor:
@@ -103,7 +96,6 @@ class GroupView:
     def max(self, values: Tensor) -> Tensor:
         """Return (G,), the largest of (D,) values of each group."""
         self._check("max", values)
-        values = torch.where(self._counted, values, -torch.inf)
         start = values.new_full((self._num_groups,), -torch.inf)
         return start.scatter_reduce(0, self._index, values, "amax")
 
@@ -126,21 +118,11 @@ class GroupView:
 
 
 class StepView:
-    """Sums over the trained tokens of the step.
+    """Sums over the trained tokens of the step."""
 
-    counted: (T,) bool, the tokens that these are over; by default all.
-    """
-
-    def __init__(
-        self,
-        length: int,
-        num_documents: int,
-        num_groups: int | None,
-        counted: Tensor | None = None,
-    ):
+    def __init__(self, length: int, num_documents: int, num_groups: int | None):
         self._length = length
-        self._counted = counted
-        self.num_tokens = length if counted is None else int(counted.sum())
+        self.num_tokens = length
         self.num_documents = num_documents
         self.num_groups = num_groups
 
@@ -158,7 +140,7 @@ class StepView:
 
     def _of_tokens(self, name: str, values: Tensor) -> Tensor:
         check_length(f"step.{name}", values, self._length, "token")
-        return values if self._counted is None else values[self._counted]
+        return values
 
 
 def quantile(values: Tensor, share: float) -> Tensor:

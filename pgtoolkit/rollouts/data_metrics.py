@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from pgtoolkit.document import Document, trajectories_of
-from pgtoolkit.rollouts.settings import OldLogProbs, PolicyRolloutSettings, RecordedRolloutSettings
+from pgtoolkit.rollouts.settings import (
+    OldLogProbs,
+    PolicyRolloutSettings,
+    RecordedRolloutSettings,
+    Truncated,
+)
 from pgtoolkit.rollouts.source import Outline
 
 LARGE_DIFFERENCE = 0.05
@@ -16,13 +21,16 @@ _LARGE_SHARE = 0.1
 clip, it is noted."""
 
 
-def data_metrics(documents: list[Document], num_updates: int) -> dict[str, float]:
+def data_metrics(
+    documents: list[Document], num_updates: int, masks_truncated: bool = False
+) -> dict[str, float]:
     """Return means over the documents of one step; a metric that the data does not know is left
     out.
 
     So is failed_score_fraction where it is 0. Metrics of an attempt count a trajectory once, by its
     first document. staleness is the number of optimizer updates between the policy that generated a
     document and the one in training.
+    masks_truncated: whether documents that were cut off have weight 0.
     """
     attempts = _attempts(documents)
     columns = {
@@ -44,7 +52,7 @@ def data_metrics(documents: list[Document], num_updates: int) -> dict[str, float
             for document in documents
         ],
         "completion_length": [document.num_trained for document in documents],
-        "zero_advantage_group_fraction": _groups_without_signal(documents),
+        "zero_advantage_group_fraction": _groups_without_signal(documents, masks_truncated),
     }
     if any(document.score_failed for document in attempts):
         columns["failed_score_fraction"] = [document.score_failed for document in attempts]
@@ -71,28 +79,32 @@ def _overlong_penalty(document: Document) -> float | None:
 
 def mismatch_note(
     documents: list[Document],
-    new_logprobs: float,
+    metrics: dict[str, float],
     settings: PolicyRolloutSettings | RecordedRolloutSettings,
 ) -> str:
     """Return why the documents of a run's first step do not seem to come from its policy; "" if
     they do.
 
-    new_logprobs: the metric, before any update, in which a document without a trained token counts
-        as 0. It is compared with the mean of the old log-probs; the mean ratio would tell little,
-        for over tokens of any other policy it is expected to be 1 as well. Without old log-probs
-        there is nothing to compare.
+    metrics: of that step, before any update. new_logprobs, in which a document without a trained
+        token or of weight 0 counts as 0, is compared with the mean of the old log-probs; the mean
+        ratio would tell little, for over tokens of any other policy it is expected to be 1 as well.
+        Without old log-probs there is nothing to compare, nor where a reducer decides which
+        documents have a weight.
     """
+    masks_truncated = settings.truncated == Truncated.mask
     means = []
     for document in documents:
         if document.old_log_probs is None:
             return ""
+        if not _has_weight(document, masks_truncated):
+            continue
         if isinstance(document, Outline) and document.num_trained:
             means.append(document.old_log_prob)
         elif document.num_trained:
             means.append(float(document.old_log_probs.double().mean()))
-    if not means:
+    if not means or len(means) != metrics["num_documents"] - metrics["num_empty_documents"]:
         return ""
-    difference = (new_logprobs * len(documents) - sum(means)) / len(means)
+    difference = (metrics["new_logprobs"] * len(documents) - sum(means)) / len(means)
     if abs(difference) <= LARGE_DIFFERENCE:
         return ""
     causes = {
@@ -160,13 +172,19 @@ def overflow_note(metrics: dict[str, float]) -> str:
     )
 
 
-def _groups_without_signal(documents: list[Document]) -> list[bool]:
-    """Return, for each group, whether all of its advantages are 0."""
+def _groups_without_signal(documents: list[Document], masks_truncated: bool) -> list[bool]:
+    """Return, for each group, whether all advantages of its documents that have a weight are 0."""
     signals: dict[int, bool] = {}
     for document in documents:
-        has_signal = _has_signal(document) and not document.is_excluded
+        has_signal = _has_signal(document) and _has_weight(document, masks_truncated)
         signals[document.group] = signals.get(document.group, False) or has_signal
     return [not has_signal for has_signal in signals.values()]
+
+
+def _has_weight(document: Document, masks_truncated: bool) -> bool:
+    """Return False for a document that has weight 0 whatever the aggregation says."""
+    is_masked = masks_truncated and bool(document.truncated)
+    return not (document.is_excluded or document.kept_set_overflows or is_masked)
 
 
 def _has_signal(document: Document) -> bool:

@@ -183,7 +183,11 @@ OF_DATA_AND_TRAINER = (
         healthy="0",
         most=0.02,
     ),
-    Metric("completion_length", "mean number of trained tokens", over="documents"),
+    Metric(
+        "completion_length",
+        "mean number of tokens with a label, also where the document has weight 0",
+        over="documents",
+    ),
     Metric(
         "truncated_fraction",
         "share of the completions that were cut off at the length limit",
@@ -193,8 +197,8 @@ OF_DATA_AND_TRAINER = (
     ),
     Metric(
         "zero_advantage_group_fraction",
-        "share of those in which every advantage is 0: nothing is learned from them, but with "
-        "advantage=none, which makes all of them 0",
+        "share of those in which every advantage is 0 or its document of weight 0: nothing is "
+        "learned from them, but with advantage=none, which makes all of them 0",
         over="groups",
         in_formula=OF_ADVANTAGES,
         healthy="below 0.9 until the task is solved",
@@ -207,7 +211,7 @@ OF_DATA_AND_TRAINER = (
         over="documents",
         see="rollouts.md#documents-of-older-weights",
     ),
-    _of_step("num_tokens", "trained tokens"),
+    _of_step("num_tokens", "trained tokens, without those of documents of weight 0"),
     _of_step("num_documents", "documents"),
     _of_step("num_groups", "groups"),
     _of_step(
@@ -218,7 +222,8 @@ OF_DATA_AND_TRAINER = (
     ),
     _of_step(
         "num_empty_documents",
-        "documents without a trained token, counted in D, adding nothing to the loss",
+        "documents without a trained token or of weight 0, counted in D, adding nothing to the "
+        "loss",
     ),
     _of_step("num_micro_batches", "forward and backward passes, on one process"),
     Metric(
@@ -270,7 +275,7 @@ OF_DATA_AND_TRAINER = (
     ),
     _of_rank_0(
         "tokens_per_second",
-        "trained tokens over the time of the update, without generation",
+        "tokens with a label over the time of the update, without generation",
     ),
     _of_rank_0(
         "seconds_update",

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from pgtoolkit.runs.loss_metrics import OVER_ALL_DOCUMENTS
 from pgtoolkit.runs.series import mean, without_rounding
 from pgtoolkit.system.plain_files import JsonObject
 
@@ -133,11 +134,17 @@ def shown_as() -> Iterator[tuple[str, str, str]]:
 
 
 def _fields(formats: dict[str, str], metrics: dict[str, float]) -> list[str]:
-    """Return the metrics in their formats, with the means of single verifiers after the reward."""
+    """Return the metrics in their formats, with the means of single verifiers after the reward.
+
+    Means over documents are those over the documents with a trained token.
+    """
     fields = []
+    empty = metrics.get("num_empty_documents", 0)
+    documents = metrics.get("num_documents", 0)
+    times = documents / (documents - empty) if documents > empty else 1
     for name, field_format in formats.items():
         if name in metrics:
-            value = metrics[name]
+            value = metrics[name] * (times if name in OVER_ALL_DOCUMENTS else 1)
             shown = _short_count(value) if name == "tokens_per_second" else value
             fields.append(field_format.format(shown))
         if name == "reward":

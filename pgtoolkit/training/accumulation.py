@@ -113,6 +113,9 @@ class DynamicAccumulation(lightning.LightningModule):
     """Whether the loss reads them. Without them documents are refused, since the numbers of their
     micro-batches mean nothing, unless a subclass says False."""
 
+    masks_truncated: bool = False
+    """Whether documents that were cut off have weight 0."""
+
     without_old_log_probs: ClassVar[str] = (
         "reads_old_log_probs = False of the module if its loss does not read them"
     )
@@ -434,7 +437,8 @@ class DynamicAccumulation(lightning.LightningModule):
         else:
             of_update = self._update(step)
         # Not earlier: a GPU still changes the weights, and does not wait for this.
-        metrics = data_metrics(step.documents, updates_before) | of_update
+        of_data = data_metrics(step.documents, updates_before, self.masks_truncated)
+        metrics = of_data | of_update
         metrics |= {
             "documents_seen": self.documents_seen,
             "num_skipped_steps": self.num_skipped_steps,
@@ -536,9 +540,9 @@ class DynamicAccumulation(lightning.LightningModule):
             sums = functools.reduce(MetricSums.merge, [output.metric_sums for output in outputs])
         else:
             # This is a pipeline stage before the last one, which alone has the loss. A run with
-            # several stages measures at level "none": one sum, and no extrema.
+            # several stages measures at level "none": three sums, and no extrema.
             loss = torch.zeros((), dtype=torch.float64, device=self.device)
-            sums = MetricSums("none", loss.new_zeros(1), loss.new_empty(0))
+            sums = MetricSums("none", loss.new_zeros(3), loss.new_empty(0))
         for group in (self.layout.loss_group, self.layout.group("pipeline_parallel")):
             loss, sums = sums.all_reduce(loss, group)
         return loss, sums

@@ -143,7 +143,7 @@ class Critic:
         sums = all_sum(sums, self.layout.loss_group)
         # One transfer to the host for all numbers.
         *step_sums, grad_norm = torch.cat([sums, norm.reshape(1).to(sums)]).tolist()
-        metrics = _metrics(dict(zip(_SUMS, step_sums, strict=True)), int(totals.num_tokens))
+        metrics = _metrics(dict(zip(_SUMS, step_sums, strict=True)))
         return metrics | {"critic_grad_norm": grad_norm}
 
     def update(self) -> dict[str, float]:
@@ -159,13 +159,13 @@ class Critic:
     def _loss_and_sums(self, micro_batch: MicroBatch, totals: StepTotals) -> tuple[Tensor, Tensor]:
         """Return a micro-batch's share of the value loss, and of the sums in `_SUMS`."""
         values = self.values(micro_batch)
-        trained = micro_batch.labels >= 0
+        objective = make_objective(micro_batch, totals, self._loss, values.dtype, Ranks())
+        trained = objective.measured
         old_values = _or_zeros(micro_batch.values, values)
         returns = _or_zeros(micro_batch.returns, values)
         clip = self.settings.clip
-        weights = make_objective(micro_batch, totals, self._loss, values.dtype, Ranks()).weights
         losses = value_losses(values, old_values, returns, clip)
-        loss = (weights * losses.where(trained, 0.0)).sum()
+        loss = (objective.weights * losses.where(trained, 0.0)).sum()
         with torch.no_grad():
             trained_values = values.detach().double()[trained]
             trained_returns = returns.double()[trained]
@@ -179,13 +179,18 @@ class Critic:
                 residuals,
                 residuals**2,
                 clipped.double(),
+                torch.ones_like(trained_values),
             )
             sums = torch.stack([loss.detach().double(), *(vector.sum() for vector in vectors)])
         return loss, sums
 
 
-_SUMS = ("loss", "value", "return", "squared_return", "residual", "squared_residual", "clipped")
-"""Names of the sums of a step: the loss, then sums over trained tokens."""
+_SUMS = (
+    *("loss", "value", "return", "squared_return"),
+    *("residual", "squared_residual", "clipped", "tokens"),
+)
+"""Names of the sums of a step: the loss, then sums over the trained tokens of documents that have a
+weight, the last one their number."""
 
 
 def _or_zeros(known: Tensor | None, values: Tensor) -> Tensor:
@@ -196,8 +201,11 @@ def _or_zeros(known: Tensor | None, values: Tensor) -> Tensor:
     return values.new_zeros(len(values)) if known is None else known.to(values)
 
 
-def _metrics(sums: dict[str, float], num_tokens: int) -> dict[str, float]:
+def _metrics(sums: dict[str, float]) -> dict[str, float]:
     """Return the metrics of a step, with explained_variance only where returns differ."""
+    num_tokens = sums["tokens"]
+    if not num_tokens:
+        return {"value_loss": sums["loss"]}
     metrics = {
         "value_loss": sums["loss"],
         "value": sums["value"] / num_tokens,

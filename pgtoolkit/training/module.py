@@ -339,7 +339,7 @@ class PolicyGradientModule(DynamicAccumulation):
         if self.adaptive_kl is not None:
             metrics["kl_coefficient"] = self.adaptive_kl.coefficient
             if self.loss.kl is not None:
-                self._adapt_kl(self.adaptive_kl, step, metrics.get("kl_penalty"))
+                self._adapt_kl(self.adaptive_kl, step, metrics)
         if step.totals.num_tokens:
             weight_sum = self.loss.aggregation.weight_sum(step.totals)
             if weight_sum is not None:
@@ -624,15 +624,19 @@ class PolicyGradientModule(DynamicAccumulation):
         self.reference.put_away()
         return _at_places_of_policy(log_probs, micro_batch)
 
-    def _adapt_kl(self, adaptive: AdaptiveKL, step: Step, kl: float | None) -> None:
+    def _adapt_kl(self, adaptive: AdaptiveKL, step: Step, metrics: dict[str, float]) -> None:
         """Count the documents of a step, and move the coefficient of the penalty once their batch
         has been trained.
 
-        kl: the mean of the penalty's term; None where the step did not train the policy.
+        metrics: of the step, without the mean of the penalty's term where it did not train the
+            policy.
         """
+        kl = metrics.get("kl_penalty")
         if kl is not None and (step.of_pass is None or step.of_pass.is_first):
             documents = int(step.totals.num_documents)
-            adaptive.add(kl * documents, documents)
+            # Only these have a term; in the mean the others count as 0.
+            with_a_term = documents - int(metrics["num_empty_documents"])
+            adaptive.add(kl * documents, with_a_term)
         if step.ends_batch:
             adaptive.adapt()
             self.take_kl_coefficient()
@@ -731,6 +735,10 @@ class PolicyGradientModule(DynamicAccumulation):
     @property
     def reads_old_log_probs(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.loss.reads_old_log_probs
+
+    @property
+    def masks_truncated(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.loss.masks_truncated
 
     def _check_tokens(self, step: Step) -> None:
         """Raise DataError for tokens without weights, and for documents beyond the positions, of

@@ -244,7 +244,7 @@ class Recorder(RunCallback):
         self._num_updates = module.num_updates
         self._had_loss |= "loss" in metrics
         if "new_logprobs" in metrics and module.surprises is not None:
-            module.surprises.of_first_update(documents, metrics["new_logprobs"])
+            module.surprises.of_first_update(documents, metrics)
 
     def _save(self, module: PolicyGradientModule, goes_on: bool = False) -> None:
         """Save the steps made so far.

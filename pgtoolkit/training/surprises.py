@@ -10,6 +10,7 @@ from pgtoolkit.rollouts.settings import (
     AdvantageEstimator,
     PolicyRolloutSettings,
     RecordedRolloutSettings,
+    Truncated,
 )
 
 log = logging.getLogger("pgtoolkit")
@@ -65,6 +66,13 @@ class Surprises:
                     "or at most one is left. See the metric failed_score_fraction."
                 )
             cause = _CAUSES.get(self._estimator, equal)
+            cut_off = metrics.get("truncated_fraction", 0.0)
+            if cut_off and self._rollout.truncated == Truncated.mask:
+                cause = (
+                    f"{cut_off:.0%} of the completions were cut off, which rollout.truncated=mask "
+                    "does not train, and no other has an advantage. See the metric "
+                    "truncated_fraction."
+                )
             log.warning(
                 f"note: every advantage of the step that ends at document {documents_seen} is "
                 f"0, so the step teaches the policy nothing: {cause} This note "
@@ -98,11 +106,9 @@ class Surprises:
                 "is printed once; see the metric grad_norm."
             )
 
-    def of_first_update(self, documents: list[Document], log_probs: float) -> None:
-        """Look at the first update: whether the policy's mean log-prob is the documents' old one.
-
-        log_probs: the metric new_logprobs.
-        """
-        note = mismatch_note(documents, log_probs, self._rollout)
+    def of_first_update(self, documents: list[Document], metrics: dict[str, float]) -> None:
+        """Look at the first update: whether the policy's mean log-prob is the documents' old
+        one."""
+        note = mismatch_note(documents, metrics, self._rollout)
         if note:
             log.warning(f"note: {note}")

@@ -644,9 +644,8 @@ def without_ratio(log_ratio, documents, groups):
     return groups.sum(documents.mean(log_ratio) ** 2)
 
 
-def test_a_document_of_weight_0_counts_in_metrics_whatever_the_function_asks_for():
-    """As with the families: its ratio counts, and a group's number stands for it, too. The number
-    itself is that of the others."""
+def test_a_document_of_weight_0_counts_as_0_in_metrics_whatever_the_function_asks_for():
+    """As with the families, and as a document without a trained token."""
     left_out = 5
 
     def weights(totals, *, document_index, tokens_per_document, **_):
@@ -657,6 +656,8 @@ def test_a_document_of_weight_0_counts_in_metrics_whatever_the_function_asks_for
     inputs = data()
     step = step_of(inputs)
     trained = step["mask"]
+    assert trained[inputs["document_index"] == left_out].any()
+    trained = trained & (inputs["document_index"] != left_out)
     index = inputs["document_index"][trained]
     counts = torch.bincount(index, minlength=7)
     ratio = (step["log_probs"] - inputs["old_log_probs"])[trained].exp()
@@ -675,8 +676,10 @@ def test_a_document_of_weight_0_counts_in_metrics_whatever_the_function_asks_for
         measured = {name: float(made.metrics[name]) for name in expected if name in made.metrics}
         assert len(measured) == len(expected) - (loss is without_ratio)
         assert measured == pytest.approx({name: expected[name] for name in measured}), loss
+        assert int(made.metrics["num_tokens"]) == len(index)
+        assert int(made.metrics["num_empty_documents"]) == int((counts == 0).sum())
         if loss is by_groups:
-            members = [d for d in range(7) if counts[d] and d != left_out]
+            members = [d for d in range(7) if counts[d]]
             assert float(made.metrics["count"]) == pytest.approx(len(members) * expected["one"])
             means = [
                 sum(float(advantages[d]) for d in members if GROUPS[d] == group)
@@ -776,7 +779,7 @@ def test_the_gap_to_the_sampler_alone_is_held_against_the_bounds_of_a_function(l
     if loss is clipped_by_quantiles:
         of_step = (inputs["log_probs"] - inputs["old_log_probs"]).exp()
         low, high = np.quantile(of_step[torch.isin(index, torch.tensor(SEEN))], [0.3, 0.7])
-    outside = (gap.exp() < low) | (gap.exp() > high)
+    outside = ((gap.exp() < low) | (gap.exp() > high)) & torch.isin(index, torch.tensor(SEEN))
     expected = float((outside / torch.tensor(OF_COUNTS)[index]).sum() / 6)
     assert 0 < expected < 1
     assert float(made.metrics["clipped_sampling_fraction"]) == pytest.approx(expected)
@@ -800,7 +803,9 @@ def test_metrics_of_a_function_do_not_depend_on_where_a_piece_has_as_many_tokens
     else:
         ratio = log_ratio.exp()
         v = torch.ones_like(ratio)
-    u = 1 / counts[index].double()
+    has_weight = torch.isin(index, torch.tensor(SEEN))
+    v = v * has_weight
+    u = has_weight / counts[index].double()
     outside = (ratio < 0.9) | (ratio > 1.1)
     expected = {
         "ratio_new_old_sum": float((v * ratio).sum()),
@@ -875,14 +880,13 @@ def of_pairs(log_ratio, advantages, documents, groups):
 
 
 def test_a_number_of_a_prompt_is_that_of_the_documents_that_are_seen():
-    """Also for the documents of weight 0 beside them, and where each prompt has one that is
-    seen."""
+    """Also where each prompt has one that is seen."""
     inputs = six_documents()
     for groups, expected in (
         (OF_PROMPTS, (0, 0, 0, 1, 1, 0)),  # prompts of documents 0 2, 1 5, and 3 4
         (torch.tensor([0, 1, 0, 2, 3, 1]), (0,) * 6),
-        (torch.tensor([0, 1, 2, 0, 1, 2]), (1, 1, 1, 1, 1, 1)),  # 2 and 5 have their own prompt
-        (torch.tensor([1, 0, 1, 1, 0, 0]), (1,) * 6),
+        (torch.tensor([0, 1, 2, 0, 1, 2]), (1, 1, 0, 1, 1, 0)),  # 2 and 5 have their own prompt
+        (torch.tensor([1, 0, 1, 1, 0, 0]), (1, 1, 0, 1, 1, 0)),
     ):
         made = step_coefficients(
             **inputs,
@@ -896,14 +900,14 @@ def test_a_number_of_a_prompt_is_that_of_the_documents_that_are_seen():
 
 
 def of_comparisons(log_ratio, advantages, documents, groups):
-    """The documents of the step that each document is above, by a comparison of (D, D)."""
+    """The documents of the step that each document is below, by a comparison of (D, D)."""
     s = documents.mean(log_ratio)
-    above = (s[:, None] > s[None]).sum(1).to(s)
-    return s * documents.mean(advantages), {"above": above}
+    below = (s[:, None] < s[None]).sum(1).to(s)
+    return s * documents.mean(advantages), {"below": below}
 
 
 @pytest.mark.parametrize("groups", [OF_PROMPTS, torch.tensor([0, 0, 1, 0, 1, 0])])
-def test_a_document_of_weight_0_is_compared_with_those_that_are_seen_alone(groups):
+def test_documents_are_compared_with_those_of_a_weight_alone(groups):
     """Documents 2 and 5 have weight 0."""
     inputs = six_documents()
     made = step_coefficients(
@@ -917,10 +921,10 @@ def test_a_document_of_weight_0_is_compared_with_those_that_are_seen_alone(group
     index = inputs["document_index"]
     log_ratio = inputs["log_probs"] - inputs["old_log_probs"]
     means = [float(log_ratio[index == document].mean()) for document in range(6)]
-    above = [sum(mean > means[other] for other in SEEN) for mean in means]
-    of_all = [sum(mean > other for other in means) for mean in means]
-    assert sum(above) != sum(of_all[d] if d in (2, 5) else above[d] for d in range(6))
-    assert float(made.metrics["above"]) == pytest.approx(sum(above) / 6)
+    below = {d: sum(means[d] < means[other] for other in SEEN) for d in SEEN}
+    of_all = {d: sum(means[d] < other for other in means) for d in SEEN}
+    assert sum(below.values()) != sum(of_all.values())
+    assert float(made.metrics["below"]) == pytest.approx(sum(below.values()) / 6)
 
 
 def padded_soft_clip(log_probs, old_log_probs, advantages, mask, totals):

@@ -73,6 +73,41 @@ def test_a_group_has_a_signal_if_any_of_its_tokens_has_an_advantage():
     assert data_metrics(documents, 0)["zero_advantage_group_fraction"] == 2 / 4
 
 
+def test_a_document_of_weight_0_gives_its_group_no_signal():
+    """One is cut off, one without a score, and of one the kept set is not known."""
+    unknown = torch.full((1, 2), -1, dtype=torch.int32)
+    documents = [
+        document(0, truncated=True),
+        document(0, (0.0,), truncated=False),
+        document(1, score_failed=True),
+        document(2, sampling_kept_ids=unknown),
+        document(3, truncated=False),
+    ]
+    assert data_metrics(documents, 0)["zero_advantage_group_fraction"] == 2 / 4
+    masked = data_metrics(documents, 0, masks_truncated=True)
+    assert masked["zero_advantage_group_fraction"] == 3 / 4
+    assert masked["completion_length"] == 1
+
+
+@pytest.mark.parametrize(("num_empty", "has_note"), [(2, True), (1, False)])
+def test_the_note_on_a_mismatch_leaves_out_documents_of_weight_0(num_empty, has_note):
+    """Mean log-probs of -1 and of a document of weight 0, whose -9 are no part of the metric. Where
+    the metric counts more documents than these, a reducer weighs them."""
+    documents = [
+        document(log_probs=[-1.0]),
+        document(log_probs=[-9.0], score_failed=True),
+        document(advantages=(), log_probs=[]),
+    ]
+    for new_logprobs, differs in ((-1 / 3, False), (-0.8 / 3, True)):
+        metrics = {
+            "new_logprobs": new_logprobs,
+            "num_documents": 3,
+            "num_empty_documents": num_empty,
+        }
+        note = mismatch_note(documents, metrics, recorded_config("."))
+        assert ("by +0.2 a token" in note) == (differs and has_note)
+
+
 @pytest.mark.parametrize(
     ("new_log_prob", "gap"), [(-0.75, None), (-0.714, None), (-0.66, "+0.12"), (-1.5, "-1")]
 )
@@ -85,7 +120,8 @@ def test_the_note_on_a_mismatch_compares_means_over_documents(new_log_prob, gap)
         document(log_probs=[0.0]),
         document(advantages=(), log_probs=[]),
     ]
-    note = mismatch_note(documents, new_log_prob, recorded_config("."))
+    metrics = {"new_logprobs": new_log_prob, "num_documents": 4, "num_empty_documents": 1}
+    note = mismatch_note(documents, metrics, recorded_config("."))
     if gap is None:
         assert note == ""
     else:

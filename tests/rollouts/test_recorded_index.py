@@ -118,9 +118,11 @@ def test_an_outline_gives_the_metrics_of_a_document_without_reading_it(tmp_path)
     documents = [rollouts.document(position) for position in range(16)]
     outlines = [rollouts.outline(position) for position in range(16)]
     assert data_metrics(outlines, 9) == data_metrics(documents, 9)
-    note = mismatch_note(documents, 3.0, rollouts.config)
+    of_step = {"new_logprobs": 3.0, "num_documents": 16}
+    of_step["num_empty_documents"] = sum(not document.num_trained for document in documents)
+    note = mismatch_note(documents, of_step, rollouts.config)
     assert note != ""
-    assert mismatch_note(outlines, 3.0, rollouts.config) == note
+    assert mismatch_note(outlines, of_step, rollouts.config) == note
     for outline, document in zip(outlines, documents, strict=True):
         for name in (
             "num_tokens",

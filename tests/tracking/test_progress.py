@@ -81,6 +81,15 @@ def test_a_line_has_the_mean_of_each_verifier():
     assert line.startswith("step 2/9 reward 0.51 answer 0.50 format 0.12 exact  50% ETA")
 
 
+def test_a_line_has_the_means_over_the_documents_with_a_trained_token():
+    metrics = {"ratio_new_old": 0.125, "kl_new_old": 1e-4, "clipped_ratio_fraction": 0.0625}
+    counts = {"num_documents": 8, "num_empty_documents": 7}
+    line = ProgressLine(9).line(2, {"loss": 0.5, "reward": 0.5, **metrics, **counts})
+    assert line.startswith("step 2/9 loss  5e-01 ratio 1.0000 kl 8e-04 clip  50% reward 0.50 ETA")
+    nothing = ProgressLine(9).line(2, {**metrics, "num_documents": 8, "num_empty_documents": 8})
+    assert nothing.startswith("step 2/9 ratio 0.1250")
+
+
 def test_the_time_left_of_a_resumed_run_counts_its_own_steps():
     assert progress(300, first=200, seconds=10.0).line(210, METRICS).endswith("ETA  1:30")
     assert progress(30_000, seconds=59.0).line(60, METRICS).endswith("ETA  8h19")

@@ -32,7 +32,7 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validate, validated
 from pgtoolkit.document import Document
 from pgtoolkit.losses import reference_terms
-from pgtoolkit.rollouts.settings import AdvantageEstimator, PolicyRolloutSettings
+from pgtoolkit.rollouts.settings import AdvantageEstimator, PolicyRolloutSettings, Truncated
 from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.critic import value_losses
@@ -255,6 +255,15 @@ def test_the_gradient_is_that_of_the_specification_however_the_step_is_cut(aggre
     assert metrics["return"] == pytest.approx(float(returns.mean()), rel=1e-9)
     explained_variance = float(1 - (returns - values).var() / returns.var())
     assert metrics["explained_variance"] == pytest.approx(explained_variance, rel=1e-9)
+    # A document of weight 0 is in no mean, and a step of such documents has none.
+    failed = [replace(document, reward=None, score_failed=True) for document in documents]
+    step = make_step(failed, 12)
+    metrics = critic.gradient(step.micro_batches, step.totals, None)
+    assert metrics.keys() == {"value_loss", "critic_grad_norm"}
+    step = make_step([*failed[:2], *documents[2:]], 12)
+    metrics = critic.gradient(step.micro_batches, step.totals, None)
+    left = values[sum(document.num_trained for document in documents[:2]) :]
+    assert metrics["value"] == pytest.approx(float(left.mean()), rel=1e-9)
 
 
 def micro_batches_and_totals(
@@ -518,6 +527,11 @@ def test_a_step_without_advantages_is_explained_by_the_estimator(caplog):
     surprises.of_step({"zero_advantage_group_fraction": 1, "failed_score_fraction": 11 / 12}, 8)
     assert "nothing: 92% of the scores failed, and the rewards of each prompt are" in caplog.text
     assert "too hard" not in caplog.text
+    caplog.clear()
+    masking = PolicyRolloutSettings(max_completion_length=8, truncated=Truncated.mask)
+    surprises = Surprises("grpo", masking, AdvantageEstimator.grpo)
+    surprises.of_step({"zero_advantage_group_fraction": 1, "truncated_fraction": 0.5}, 8)
+    assert "nothing: 50% of the completions were cut off, which rollout.truncated" in caplog.text
 
 
 def test_a_run_without_a_gradient_says_so_once_in_its_third_step(caplog):

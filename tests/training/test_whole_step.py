@@ -111,8 +111,8 @@ def by_loops(is_on_policy: bool) -> tuple:
         trained = [step[number].num_trained for number in range(first, first + 3)]
         share = sum(step[number].num_trained for number in members) / sum(trained)
         loss = loss + of_group * share / 3
-        # The metric of rewards leaves out the document that nobody could score.
-        mean_target += sum(targets) / (len(step) - 1)
+        # The document that nobody could score has weight 0, and counts as 0 in the mean.
+        mean_target += sum(targets) / len(step)
     gradients = torch.autograd.grad(loss, list(net.parameters()))
     return float(loss.detach()), list(gradients), mean_target
 
