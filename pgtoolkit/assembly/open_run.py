@@ -23,11 +23,12 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.ranks.agreement import failing_together, gather_objects, losing_ranks
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.settings import PolicyRolloutSettings
+from pgtoolkit.rollouts.batch_counts import steps_before
+from pgtoolkit.rollouts.settings import LastStep, PolicyRolloutSettings
 from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.completion_files import drop_completions_after
 from pgtoolkit.runs.directory import RunDirectory, config_drift
-from pgtoolkit.runs.modules import COPIES, keep_copies
+from pgtoolkit.runs.modules import COPIES, keep_copies, modules_of
 from pgtoolkit.runs.provenance import changed_code, collect
 from pgtoolkit.runs.records import (
     newest_checkpoint,
@@ -108,16 +109,19 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[st
     plain_values = plain_config(config)
     code = changed_code(run.path) if step > 0 else {}
     before = {} if checkpoint is None else read_config(run.path)[0]
-    drift = run.write_config(plain_values, overrides, step, code)
+    modules, evaluation_modules = _named_modules(plain_values)
+    in_rollouts = modules_of(_modules_in_rollouts(plain_values)).keys() & code
+    stored_until = _stored_until(config, checkpoint) if checkpoint is not None else step
+    acts_after = {module: stored_until if module in in_rollouts else step for module in code}
+    drift = run.write_config(plain_values, overrides, step, code, acts_after)
     for label, change in zip(["changed", *[""] * len(drift)], _in_words(drift), strict=False):
         log.info(entry(label, change))
-    modules, evaluation_modules = _named_modules(plain_values)
     run.write_provenance(collect(sys.argv, step, modules, evaluation_modules))
     notes = keep_copies(run.path / COPIES, modules | evaluation_modules)
     notes += [
-        f"the code of {module} has changed since the run's last start: steps after {step} are made "
-        f"with the new code. That of the steps before is {COPIES}/{module}-{old}.py in the run "
-        "directory; drift.jsonl has the change."
+        f"the code of {module} has changed since the run's last start: "
+        f"{_made_with_new_code(step, acts_after[module])}. That of the steps before is "
+        f"{COPIES}/{module}-{old}.py in the run directory; drift.jsonl has the change."
         for module, (old, _) in code.items()
     ]
     if checkpoint is not None:
@@ -213,6 +217,60 @@ def _named_modules(config: JsonObject) -> tuple[set[str], set[str]]:
         modules = training_modules if changes_learning(key, config) else evaluation_modules
         modules.add(path.rpartition(".")[0])
     return training_modules, evaluation_modules
+
+
+def _modules_in_rollouts(config: JsonObject) -> set[str]:
+    """Return the modules that a configuration names and whose results a batch of rollouts keeps:
+    rewards, what environments said, and advantages."""
+    return {
+        path.rpartition(".")[0]
+        for key, path in named_functions(config).items()
+        if key.partition(".")[0] in ("task", "advantage")
+    }
+
+
+def _stored_until(config: Config, checkpoint: dict) -> int | None:
+    """Return the last step that trains rollouts of the checkpoint, whose own step it is where these
+    are all trained; None where the documents do not say it, as where some are left out."""
+    data = checkpoint["data"]
+    stored = data["source"].get("documents", ())
+    rollout = config.rollout
+    if not isinstance(rollout, PolicyRolloutSettings) or not stored:
+        return checkpoint["step"]
+    size = rollout.prompts_per_batch * rollout.group_size
+    end = data["source"]["number"] + len(stored) // size
+    position = data["position"]
+    if position >= end * size:
+        return checkpoint["step"]
+    accumulation = config.accumulation
+    left_out = any(
+        document["left_out"] or document["trajectory"] is not None for document in stored
+    )
+    if left_out or not accumulation.docs_per_step or accumulation.last_step == LastStep.carry:
+        return None
+    if accumulation.docs_per_step % rollout.group_size:
+        return None  # steps may end where groups do
+    passes_done = data.get("pass", 0)
+    return checkpoint["step"] + steps_before(
+        end, position, size, accumulation, rollout.passes, passes_done
+    )
+
+
+def _made_with_new_code(step: int, acts_after: int | None) -> str:
+    """Return from which step on a run uses code that has changed.
+
+    step: of the checkpoint. acts_after: the last step whose rollouts the old code has made; None
+        where it is not known, but a later one.
+    """
+    if acts_after == step:
+        return f"steps after {step} are made with the new code"
+    steps = f"steps after {acts_after}"
+    if acts_after is None:
+        steps = "steps of further batches of rollouts"
+    return (
+        f"{steps}, and evaluations after step {step}, are made with the new code, since rollouts "
+        "of the checkpoint keep the scores and advantages of the old"
+    )
 
 
 def _schedule_note(

@@ -136,6 +136,7 @@ class RunDirectory:
         overrides: list[str],
         step: int = 0,
         code: Mapping[str, list[str]] = {},
+        code_acts_after: Mapping[str, int | None] = {},
     ) -> dict[str, list]:
         """Write config.yaml and overrides.yaml; return what a resume changed, {key: [old, new]}.
 
@@ -144,6 +145,7 @@ class RunDirectory:
         ones of the same key, and an override of a group replaces those of the group's keys.
 
         code: the user's own modules that have changed, {module: [old digest, new digest]}.
+        code_acts_after: the step after which each of them acts; None where it is not known.
         """
         config_path = self.path / "config.yaml"
         resolved = records.plain(resolved)
@@ -161,7 +163,8 @@ class RunDirectory:
             overrides = [*kept, *overrides]
         if drift or code:
             entry = {"time": _now(), "step": step, "changes": drift}
-            entry |= {"code": code} if code else {}
+            if code:
+                entry |= {"code": code, "code_acts_after": dict(code_acts_after)}
             with (self.path / "drift.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
         write_atomically(self.path / "overrides.yaml", to_yaml(list(overrides)))

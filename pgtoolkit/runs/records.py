@@ -242,7 +242,9 @@ def read_drift(run_dir: Path) -> list[JsonObject]:
     """Return the changes that resumes made to the configuration.
 
     Each has a `step`, and `changes` as {key: [old, new]}; where code of the user's own was changed,
-    too, `code` as {module: [old digest, new digest]}.
+    too, `code` as {module: [old digest, new digest]}, and `code_acts_after` as {module: step}, a
+    later one than `step` where the checkpoint has rollouts that were made with the old code, None
+    where it is not known which.
     """
     return _read_rows(run_dir / "drift.jsonl", _DRIFT)
 

@@ -113,6 +113,43 @@ def test_a_resume_imports_the_original_and_copies_it_where_it_has_changed(folder
     assert not any(str(run_dir) in place for place in sys.path)
 
 
+LOSS = "def loss(log_probs, advantages):\n    return -log_probs * advantages"
+
+
+@pytest.mark.parametrize("uncounted", [False, True])
+def test_a_resume_within_a_batch_says_from_which_step_on_changed_code_acts(
+    folder, forget_imports, uncounted
+):
+    """The batch of four steps keeps its advantages; that of the loss acts at once."""
+    (folder / "mine.py").write_text(f"{LOSS}\n")
+    settings = [
+        "advantage=wins.shifted",
+        "loss=mine.loss",
+        "rollout.prompts_per_batch=8",
+        "rollout.group_size=2",
+        f"accumulation.docs_per_step={3 if uncounted else 4}",
+        "trainer.checkpoint_every=2",
+    ]
+    run_dir = run(folder / "run", *settings, "trainer.max_steps=2")
+    (folder / "shares.py").write_text("MORE = 100.0\n")
+    (folder / "mine.py").write_text(f"{LOSS} * 2\n")
+    sys.modules.pop("mine")
+    forget_imports()
+    run(run_dir, *settings, "trainer.max_steps=7", resume=True)
+    sys.modules.pop("mine")
+    entry = read_drift(run_dir)[-1]
+    assert entry["code"].keys() == {"mine", "shares"}
+    assert entry["code_acts_after"] == {"mine": 2, "shares": None if uncounted else 4}
+    log = (run_dir / "run.log").read_text()
+    start = "has changed since the run's last start: steps"
+    after = "of further batches of rollouts" if uncounted else "after 4"
+    assert f"code of mine {start} after 2 are made with the new code. That" in log
+    assert f"code of shares {start} {after}, and evaluations after step 2, are made with" in log
+    largest = [row["max_advantage"] for row in metrics_of(run_dir)]
+    of_old = 6 if uncounted else 4  # 16 documents, in steps of 3 or 4
+    assert [advantage > 50 for advantage in largest] == of_old * [False] + (7 - of_old) * [True]
+
+
 def test_a_resume_without_the_original_is_refused(folder, forget_imports, monkeypatch, capsys):
     run_dir = train(folder / "run", 1)
     for name in ("wins.py", "shares.py"):
