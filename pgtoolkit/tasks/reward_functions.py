@@ -10,6 +10,7 @@ import errno
 import inspect
 import math
 import re
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, SupportsFloat, cast
@@ -49,6 +50,9 @@ _NOT_REACHED_EXCEPTIONS = {
 }
 """Exceptions that mean that a server was not reached: of Python, requests, httpx, aiohttp, gRPC,
 and the clients of OpenAI and Anthropic."""
+
+_CLIENTS = {"requests", "httpx", "aiohttp", "openai", "anthropic", "urllib3", "niquests"}
+"""Packages that read a server's answer as JSON."""
 
 _NOT_REACHED_NUMBERS = {
     errno.EHOSTUNREACH,
@@ -292,6 +296,8 @@ def _not_reached(setting: str, error: BaseException) -> Failure | None:
     if status is not None and status < 500 and status not in _BUSY:
         raise DataError(f"{setting} is refused by the server that it asks: {message}") from error
     names = {kind.__name__ for kind in type(error).__mro__}
+    if _is_of_an_answer_without_json(error, names):
+        return Failure(UNREACHABLE, f"{NOT_REACHED}its answer is no JSON: {message}")
     is_failure = (
         status is not None
         or bool(names & _NOT_REACHED_EXCEPTIONS)
@@ -302,6 +308,24 @@ def _not_reached(setting: str, error: BaseException) -> Failure | None:
         return Failure(UNREACHABLE, NOT_REACHED + message)
     # A client, or the function, may raise an exception of its own for one of these.
     return None if error.__cause__ is None else _not_reached(setting, error.__cause__)
+
+
+def _is_of_an_answer_without_json(error: BaseException, names: set[str]) -> bool:
+    """Return whether an error says that a server's answer, such as a proxy's page under status 200,
+    is no JSON. A completion that the function reads as JSON is none of a server's.
+
+    names: of the error's classes.
+    """
+    if names & {"ContentTypeError", "APIResponseValidationError"}:
+        return True  # aiohttp's, and those of the clients of OpenAI and Anthropic
+    if "JSONDecodeError" not in names:
+        return False
+    text = getattr(error, "doc", None)
+    if isinstance(text, str) and re.match(r"\s*<(!doctype|html|head|body)\b", text, re.IGNORECASE):
+        return True
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = (str(frame.f_globals.get("__name__", "")) for frame, _ in frames)
+    return any(module.partition(".")[0] in _CLIENTS for module in modules)
 
 
 class _Logged:

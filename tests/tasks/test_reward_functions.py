@@ -330,9 +330,10 @@ def server():
             if failure == "drop":
                 self.connection.close()
                 return
-            self.send_response(failure or 200)
+            self.send_response(failure if isinstance(failure, int) else 200)
             self.end_headers()
-            self.wfile.write(b'{"score": 0.75}')
+            page = b"<html><h1>502 Bad Gateway</h1></html>"
+            self.wfile.write(page if failure == "page" else b'{"score": 0.75}')
 
         def log_message(self, *arguments):
             pass
@@ -355,13 +356,15 @@ AT_ONCE = {"verifier_retry_seconds": 0}
 def test_a_failing_server_is_asked_again_as_often_as_the_key_says(task_of, server, name):
     rows = ROWS[:1]
     text = f"{server.server_port}/score"
-    server.failures = ["drop", 503, 429]
-    assert rewards_of(task_of(MINE + name, rows=rows, **AT_ONCE), [text]) == [0.75]
-    assert server.calls == 4
-    server.failures = [500] * 2
-    with pytest.raises(VerifierLost, match="call was made again 1 time, and none was answered"):
-        scores_of(task_of(MINE + name, rows=rows, verifier_retries=1, **AT_ONCE), [text])
-    assert server.calls == 6
+    server.failures = ["drop", 503, "page", 429]
+    task = task_of(MINE + name, rows=rows, verifier_retries=4, **AT_ONCE)
+    assert rewards_of(task, [text]) == [0.75]
+    assert server.calls == 5
+    for failure in (500, "page"):
+        server.failures = [failure] * 2
+        with pytest.raises(VerifierLost, match="call was made again 1 time, and none was ans"):
+            scores_of(task_of(MINE + name, rows=rows, verifier_retries=1, **AT_ONCE), [text])
+    assert server.calls == 9
 
 
 def test_a_server_that_fails_at_random_is_lost_once_several_answered_calls_fail_again(
@@ -452,6 +455,17 @@ def _caused() -> RuntimeError:
     return error
 
 
+def _answer_of(module: str, text: str) -> ValueError:
+    """Return the error of an answer that the code of this module reads as JSON."""
+    names = {"__name__": module, "json": json}
+    try:
+        exec("def read(text):\n    return json.loads(text)", names)
+        names["read"](text)
+    except ValueError as error:
+        return error
+    raise AssertionError
+
+
 FAILURES = {
     "cancelled": asyncio.CancelledError,
     "unreachable": lambda: OSError(errno.EHOSTUNREACH, "No route to host"),
@@ -466,6 +480,8 @@ FAILURES = {
     "status of an enum": _Busy,
     "caused by one": _caused,
     "late": TimeoutError,
+    "no json": lambda: _answer_of("httpx._models", "oops"),
+    "a page": lambda: _answer_of("mine", " <!DOCTYPE html><p>"),
 }
 
 
@@ -488,6 +504,7 @@ def test_a_failure_of_a_judge_is_tried_again(task_of, kind):
         SystemExit(0),
         KeyboardInterrupt(),
         ExceptionGroup("calls", [ConnectionError(), KeyError("a fault")]),
+        json.JSONDecodeError("a completion that the function reads as JSON", "<think>", 0),
     ],
     ids=repr,
 )
