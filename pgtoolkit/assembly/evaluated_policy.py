@@ -14,6 +14,7 @@ from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.model.settings import TinyModelSettings
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.system.plain_files import JsonObject
+from pgtoolkit.system.report import say
 from pgtoolkit.training.evaluation import evaluate_module
 from pgtoolkit.training.state import load_weights
 
@@ -50,5 +51,16 @@ def evaluate_policy(
         module.documents_seen = state["documents_seen"]
     module.to("cuda" if accelerator(config.trainer.device, config.kernel) == "gpu" else "cpu")
     module.evaluator = evaluator_of(config, None, module, None, folder)
+    for prompt_set in module.evaluator.sets:
+        num_prompts = prompt_set.task.task.num_prompts or 0
+        if prompt_set.count < num_prompts:
+            of_set = config.evaluation.sets.get(prompt_set.name, {})
+            key = "evaluation.prompts_per_set"
+            if "prompts" in of_set:
+                key = f"evaluation.sets.{prompt_set.name}.prompts"
+            say(
+                f"note: evaluation set {prompt_set.name} has {prompt_set.count} of {num_prompts} "
+                f"prompts; {key}={num_prompts} takes all."
+            )
     with contextlib.closing(module.evaluator):
         return evaluate_module(module, 0 if state is None else state["step"])

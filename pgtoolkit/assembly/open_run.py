@@ -24,7 +24,12 @@ from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.ranks.agreement import failing_together, gather_objects, losing_ranks
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.batch_counts import steps_before
-from pgtoolkit.rollouts.settings import LastStep, PolicyRolloutSettings
+from pgtoolkit.rollouts.settings import (
+    AccumulationSettings,
+    LastStep,
+    PolicyRolloutSettings,
+    RolloutSettings,
+)
 from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.completion_files import drop_completions_after
 from pgtoolkit.runs.directory import RunDirectory, config_drift
@@ -111,7 +116,11 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[st
     before = {} if checkpoint is None else read_config(run.path)[0]
     modules, evaluation_modules = _named_modules(plain_values)
     in_rollouts = modules_of(_modules_in_rollouts(plain_values)).keys() & code
-    stored_until = _stored_until(config, checkpoint) if checkpoint is not None else step
+    stored_until = (
+        _stored_until(config.rollout, config.accumulation, checkpoint)
+        if checkpoint is not None
+        else step
+    )
     acts_after = {module: stored_until if module in in_rollouts else step for module in code}
     drift = run.write_config(plain_values, overrides, step, code, acts_after)
     for label, change in zip(["changed", *[""] * len(drift)], _in_words(drift), strict=False):
@@ -229,12 +238,13 @@ def _modules_in_rollouts(config: JsonObject) -> set[str]:
     }
 
 
-def _stored_until(config: Config, checkpoint: dict) -> int | None:
+def _stored_until(
+    rollout: RolloutSettings, accumulation: AccumulationSettings, checkpoint: dict
+) -> int | None:
     """Return the last step that trains rollouts of the checkpoint, whose own step it is where these
     are all trained; None where the documents do not say it, as where some are left out."""
     data = checkpoint["data"]
     stored = data["source"].get("documents", ())
-    rollout = config.rollout
     if not isinstance(rollout, PolicyRolloutSettings) or not stored:
         return checkpoint["step"]
     size = rollout.prompts_per_batch * rollout.group_size
@@ -242,7 +252,6 @@ def _stored_until(config: Config, checkpoint: dict) -> int | None:
     position = data["position"]
     if position >= end * size:
         return checkpoint["step"]
-    accumulation = config.accumulation
     left_out = any(
         document["left_out"] or document["trajectory"] is not None for document in stored
     )

@@ -195,7 +195,8 @@ def refuse_other_measures(compared: Compared) -> None:
         for runs in tried[1:]:
             reasons = why_unlike(tried[0], runs, compared.metric, compared.ignore_code)
             if reasons:
+                use = what_to_run([tried[0][0], runs[0]], reasons)
                 raise ConfigError(
                     f"--best-of={compared.best_of} needs a metric that means the same at each "
-                    f"value (got {compared.metric}). {reasons[0]}. {what_to_run(runs[0], reasons)}"
+                    f"value (got {compared.metric}). {reasons[0]}. {use}"
                 )

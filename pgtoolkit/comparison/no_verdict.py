@@ -45,7 +45,8 @@ def without_verdict(compared: Compared, pairs: list[Comparison]) -> list[str]:
             identity(first.values[key]) == identity(second.values[key]) for key in trained
         )
         other = "" if are_trained_alike else _common_metric(compared, first, second)
-        use = f"Use --metric={other}." if other else what_to_run(first.counted[0], reasons)
+        one_of_each = [first.counted[0], second.counted[0]]
+        use = f"Use --metric={other}." if other else what_to_run(one_of_each, reasons)
         why = (
             f"{compared.metric} would differ for one and the same policy, since "
             f"{' and '.join(map(str, reasons))}."
@@ -72,11 +73,22 @@ def _common_metric(compared: Compared, first: RunGroup, second: RunGroup) -> str
     return ""
 
 
-def what_to_run(run: Run, reasons: Sequence[Difference]) -> str:
-    """Return a sentence on how to measure a run and others alike, on held-out prompts."""
+def what_to_run(runs: Sequence[Run], reasons: Sequence[Difference]) -> str:
+    """Return sentences on how to measure runs alike, on held-out prompts.
+
+    runs: one of each configuration.
+    """
+    run = runs[0]
     left = [why.name for why in reasons if why.use is None]
     if left:
-        return f"Give all the same {' and '.join(left)}, or evaluate all on one set of prompts."
+        scored = ""
+        if any(name.startswith("code of ") for name in left):
+            scored = " task.verifier=VERIFIER, one for all"
+        paths = [shell_path(str(each.path)) for each in runs]
+        return (
+            f"Measure them on the same prompts: pgtk evaluate {' '.join(paths)} --on FILE{scored}. "
+            f"Or train all with the same {' and '.join(left)}."
+        )
     words = ["pgtk evaluate", shell_path(str(run.path)), *(why.use for why in reasons if why.use)]
     if _reads_prompts_without_sets(run):
         path = str(run.config["task.path"])

@@ -184,8 +184,9 @@ def _evaluate(parser: ArgumentParser) -> None:
     parser.add_argument(
         "words",
         nargs="*",
-        metavar="[RUN_OR_FOLDER] [OVERRIDES]",
-        help="run, or Hugging Face folder",
+        metavar="[RUN_OR_FOLDER...] [OVERRIDES]",
+        help="run, or Hugging Face folder; several are measured on the same prompts, and compared "
+        "with the first",
     )
     checkpoint = parser.add_mutually_exclusive_group()
     checkpoint.add_argument(

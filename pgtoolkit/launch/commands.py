@@ -245,14 +245,11 @@ def _solutions(args: argparse.Namespace, parser: _Parser) -> None:
 
 def _evaluate(args: argparse.Namespace, parser: _Parser) -> None:
     named = [word for word in args.words if "=" not in word or Path(word).exists()]
-    if len(named) > 1:
-        parser.error(f"one model is evaluated at a time (got {' '.join(named)})")
-
     from pgtoolkit.launch.evaluate import evaluate_command
 
     overrides = [word for word in args.words if word not in named]
-    source = plain_run(named[0]) if named else None
-    say(evaluate_command(source, args.step, args.best, overrides, args.training_prompts, args.on))
+    sources = [plain_run(name) for name in named]
+    say(evaluate_command(sources, args.step, args.best, overrides, args.training_prompts, args.on))
 
 
 def _tokens(args: argparse.Namespace, parser: _Parser) -> None:

@@ -4,6 +4,7 @@ numbers."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import re
@@ -11,6 +12,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config.compose import compose
@@ -21,7 +23,7 @@ from pgtoolkit.config.evaluation_sets import (
     sampling_in_words,
     sets_beside_training,
 )
-from pgtoolkit.config.keys import ignored, plain_value
+from pgtoolkit.config.keys import changes_learning, ignored, plain_value
 from pgtoolkit.config.names import name_from, plain_config
 from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.rules import run, sampler
@@ -33,7 +35,7 @@ from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.launch.start import refused
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings, RecordedRolloutSettings
-from pgtoolkit.runs.completion_files import TRAINING
+from pgtoolkit.runs.completion_files import TRAINING, read_completions
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.system.columns import aligned
 from pgtoolkit.system.conditions import with_values
@@ -55,15 +57,141 @@ FOLDER = Path("outputs/evaluations")
 """Results lie here, below the directory that the command was typed in."""
 
 
+class Evaluation(NamedTuple):
+    """What `pgtk evaluate` has measured of one model.
+
+    text: to print. folder: of its results. rows: of evaluations.jsonl.
+    """
+
+    text: str
+    folder: Path
+    rows: list[JsonObject]
+
+
 def evaluate_command(
-    source: Path | None,
+    sources: Sequence[Path],
     step: int | None,
     best: bool,
     overrides: list[str],
     training_prompts: bool = False,
     on: Sequence[str] = (),
 ) -> str:
-    """Evaluate, write the results into a folder of their own, and return the text to print.
+    """Evaluate, write the results into folders of their own, and return the text to print.
+
+    sources: runs and models' folders, of which several are measured alike, and compared with the
+        first; none: the model that a configuration begins with.
+    The others are those of `_evaluate`. Raises PgtoolkitError.
+    """
+    if len(sources) < 2:
+        source = sources[0] if sources else None
+        return _evaluate(source, step, best, overrides, training_prompts, on).text
+    _refuse_unlike(sources, overrides, on)
+    measured = [
+        _evaluate(source, step, best, overrides, training_prompts, on) for source in sources
+    ]
+    names = [shell_path(source) for source in sources]
+    return "\n\n".join([*(each.text for each in measured), differences(measured, names)])
+
+
+def differences(measured: Sequence[Evaluation], names: Sequence[str]) -> str:
+    """Return a line for each set and each model but the first: the mean differences of pass@1 and
+    avg from the first, over the prompts of which both have one, with their standard errors."""
+    from pgtoolkit.rollouts.evaluator import mean_and_error
+
+    lines = []
+    first, *others = measured
+    for row in first.rows:
+        of_first = _means_of_prompts(first, row)
+        for other, name in zip(others, names[1:], strict=True):
+            of_other = _means_of_prompts(other, row)
+            words = []
+            for number, before in of_first.items():
+                after = of_other[number]
+                pairs = [after[prompt] - before[prompt] for prompt in before if prompt in after]
+                if pairs:
+                    mean, error = mean_and_error(pairs)
+                    plus_minus = "" if error is None else f" ± {error:.4f}"
+                    words.append(f"{number} {mean:+z.4f}{plus_minus}")
+            count = plural(len(of_first["avg"].keys() & of_other["avg"].keys()), "prompt")
+            lines.append(f"{name} less {names[0]} on {row['set']}, {count}: {', '.join(words)}")
+    return "\n".join(f"{'difference':<12} {line}" for line in lines)
+
+
+def _means_of_prompts(evaluation: Evaluation, row: JsonObject) -> dict[str, dict[str, float]]:
+    """Return the mean of each prompt's completions by the prompt's name: whether they are right as
+    pass@1, and their reward as avg. row: of evaluations.jsonl."""
+    files = [*evaluation.folder.glob(f"completions/evaluation_{row['set']}_[0-9]*.parquet")]
+    means: dict[str, dict[str, float]] = {}
+    for number, column in (("pass@1", "exact_match"), ("avg", "reward")):
+        values: dict[str, list[float]] = {}
+        for completion in itertools.chain.from_iterable(map(read_completions, files)):
+            value = getattr(completion, column)
+            if value is not None:
+                values.setdefault(completion.name, []).append(float(value))
+        means[number] = {name: math.fsum(some) / len(some) for name, some in values.items()}
+    return means
+
+
+def _refuse_unlike(sources: Sequence[Path], overrides: list[str], on: Sequence[str]) -> None:
+    """Raise ConfigError where several models would not be measured on the same prompts alike."""
+    measured = []
+    for source in sources:
+        trained = saved_config(source) if is_run(source) else None
+        if trained is None:
+            _refuse_no_model("pgtk evaluate", source)
+        config, problems = _configuration(source, trained, overrides, on)
+        if problems:
+            raise refused(problems)
+        sets = {
+            held_out.name: {
+                leaf: value
+                for leaf, value in vars(held_out.task).items()
+                if changes_learning(f"task.{leaf}", config)
+            }
+            | {"seed": held_out.seed, "prompts": held_out.prompts}
+            for held_out in held_out_sets(config)
+        }
+        measured.append((sets, sampling_in_words(config)))
+    for source, (sets, sampling) in zip(sources[1:], measured[1:], strict=True):
+        first_sets, first_sampling = measured[0]
+        if (sets, sampling) == (first_sets, first_sampling):
+            continue
+        got = f"{sampling}, and of the first {first_sampling}"
+        use = "evaluation.temperature=1 evaluation.max_completion_length=N for all"
+        if sets.keys() != first_sets.keys():
+            got = "other sets"
+            use = "--on FILE, which names the sets of all"
+        elif sets != first_sets:
+            keys = sorted(
+                {
+                    leaf
+                    for name, keys in sets.items()
+                    for leaf in keys | first_sets[name]
+                    if keys.get(leaf) != first_sets[name].get(leaf)
+                }
+            )
+            got = f"other values of {', '.join(keys)}"
+            use = " and ".join(f"task.{leaf}=VALUE" for leaf in keys) + " for all, beside --on FILE"
+        raise ConfigError(
+            refusal(
+                setting=f"pgtk evaluate {shell_path(sources[0])} {shell_path(source)}",
+                needs="models that are measured alike",
+                got=got,
+                reason="The difference is taken prompt by prompt.",
+                use=use,
+            )
+        )
+
+
+def _evaluate(
+    source: Path | None,
+    step: int | None,
+    best: bool,
+    overrides: list[str],
+    training_prompts: bool,
+    on: Sequence[str],
+) -> Evaluation:
+    """Evaluate one model, and write the results into a folder of their own.
 
     source: a run or a model's folder; None: the model that a configuration begins with.
     step, best: which checkpoint of a run, if not the newest. overrides: what was typed.
@@ -124,7 +252,7 @@ def evaluate_command(
     model = f"the initial model of model={chosen.model.name}, seed {chosen.seed}"
     if source is not None:
         model = shell_path(source) + ("" if state is None else f", step {state['step']}")
-    return render_evaluation(rows, chosen, model, folder)
+    return Evaluation(render_evaluation(rows, chosen, model, folder), folder, rows)
 
 
 def _as_typed(message: str, on: Sequence[str]) -> str:

@@ -192,7 +192,10 @@ def all_nearest(word: str, names: Iterable[str], at_least: float = 0.5) -> list[
 
 def near_path(path: str | Path) -> str | None:
     """Return the path of a file or folder with a similar name, for one where there is nothing;
-    None if nothing in its folder is similar."""
+    None if nothing in its folder is similar.
+
+    The same ending alone makes no names similar.
+    """
     folder, name = os.path.split(os.path.expanduser(path).rstrip("/"))
     if folder and not os.path.isdir(folder):
         folder = near_path(folder) or ""
@@ -201,8 +204,11 @@ def near_path(path: str | Path) -> str | None:
         if os.path.exists(os.path.join(folder, name)):
             return os.path.join(folder, name)
     with contextlib.suppress(OSError):
-        near = nearest(name, filter(lambda other: other[0] != ".", os.listdir(folder or ".")), 0.7)
-        return near and os.path.join(folder, near)
+        others = [other for other in os.listdir(folder or ".") if other[0] != "."]
+        stems = {other: without_ending(Path(other)).name for other in others}
+        near = all_nearest(without_ending(Path(name)).name, {*stems.values()}, 0.7)
+        same = nearest(name, [other for other in others if stems[other] in near], 0)
+        return same and os.path.join(folder, same)
     return None
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
+from pgtoolkit.system.report import near_path
 
 
 def problems(overrides: str) -> list[str]:
@@ -103,3 +104,14 @@ def test_one_step_per_batch_of_rollouts_is_noted_however_the_batch_fits_in_it(
     assert [note.partition(" of rollouts:")[0] for note in notes] == (
         [] if batches is None else [f"one optimizer step per {batches}"]
     )
+
+
+def test_a_missing_file_is_answered_with_a_file_of_a_similar_name_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("new.jsonl", "prompts.jsonl", "prompts.parquet"):
+        (tmp_path / name).write_text("")
+    assert near_path("nope.jsonl") is None
+    assert near_path("x.jsonl") is None
+    assert near_path("promts.jsonl") == "prompts.jsonl"
+    assert near_path(f"{tmp_path}/prompts.json") == f"{tmp_path}/prompts.jsonl"
+    assert near_path("prompt.parquet") == "prompts.parquet"

@@ -242,6 +242,11 @@ def extrema_of_a_step_are_those_of_one_rank(right, self, loss, group):
     return loss, replace(sums, maxima=self.maxima)
 
 
+@mutant("losses.measure:_left_out")
+def documents_of_weight_0_are_counted_as_trained(right, objective):
+    return right(objective) * 0
+
+
 @mutant("losses.measure:_maxima")
 def maxima_are_never_below_zero(right, objective, values):
     return right(objective, values).clamp(min=0.0)

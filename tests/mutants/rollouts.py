@@ -280,8 +280,8 @@ def recorded_log_probs_are_those_of_the_sampler(right, document):
 
 
 @mutant("rollouts.data_metrics:data_metrics")
-def staleness_grows_with_the_version_of_the_weights(right, documents, num_updates):
-    return right(documents, 2 * num_updates)
+def staleness_grows_with_the_version_of_the_weights(right, documents, num_updates, masks_truncated):
+    return right(documents, 2 * num_updates, masks_truncated)
 
 
 @mutant("rollouts.recorded_index:RecordedIndex.knows")

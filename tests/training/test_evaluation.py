@@ -29,8 +29,9 @@ from pgtoolkit.assembly.build import build
 from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.assembly.train import train
 from pgtoolkit.cli import main
+from pgtoolkit.launch.evaluate import Evaluation, differences
 from pgtoolkit.rollouts.evaluator import mean_and_error, pass_at_k
-from pgtoolkit.runs.completion_files import CompletionRow, read_completions
+from pgtoolkit.runs.completion_files import CompletionRow, read_completions, write_completions
 from pgtoolkit.runs.records import read_evaluations, read_status
 from pgtoolkit.tasks.settings import ReverseTaskSettings
 from pgtoolkit.training.checkpoint import list_checkpoints
@@ -364,6 +365,53 @@ def test_a_typed_set_is_added_to_those_of_the_run(folder_of_files, capsys):
     assert main(["evaluate", "with", VERIFIER, "evaluation.sets.more.path=other.jsonl"]) == 0
     expected = {"test": (5, "test.jsonl"), "more": (4, "other.jsonl")}
     assert evaluated_sets(capsys.readouterr().out) == expected
+
+
+def test_a_set_of_more_prompts_than_are_taken_says_so(folder_of_files, capsys):
+    few = ["evaluation.prompts_per_set=3", "evaluation.completions_per_prompt=1"]
+    assert main(["evaluate", "with", "--on", "other.jsonl", *few]) == 0
+    said = "note: evaluation set other has 3 of 4 prompts; evaluation.prompts_per_set=4 takes all."
+    assert said in capsys.readouterr().out
+    of_set = "evaluation.sets.other={path: other.jsonl, prompts: 2}"
+    assert main(["evaluate", "with", VERIFIER, of_set, *few[1:]]) == 0
+    assert "has 2 of 4 prompts; evaluation.sets.other.prompts=4 takes" in capsys.readouterr().out
+
+
+def test_models_on_the_same_prompts_are_compared_prompt_by_prompt(folder_of_files, capsys):
+    on = ["--on", "other.jsonl", "evaluation.completions_per_prompt=2"]
+    assert main(["evaluate", "with", "without", *on]) == 0
+    output = capsys.readouterr().out
+    assert output.count("results  ") == 2
+    assert output.splitlines()[-1] == (
+        "difference   without less with on other, 4 prompts: pass@1 +0.0000 ± 0.0000, "
+        "avg +0.0000 ± 0.0000"
+    )
+    problem = refusal(capsys, "evaluate", "with", "without")
+    assert "pgtk evaluate with without needs models that are measured alike (got other" in problem
+    assert "Use --on FILE, which names the sets of all." in problem
+
+
+def test_the_difference_is_that_of_each_prompt_s_means(tmp_path):
+    """Prompts a, b and c; the second model has no score of c, and d is unknown to the first."""
+    rewards = {
+        "first": {"a": [0.0, 1.0], "b": [0.0, 0.0], "c": [1.0, 1.0]},
+        "second": {"a": [1.0, 1.0], "b": [0.5, 0.0], "c": [None, None], "d": [1.0, 1.0]},
+    }
+    measured = []
+    for name, of_prompts in rewards.items():
+        rows = [
+            CompletionRow(step=3, name=prompt, reward=x, exact_match=None if x is None else x >= 1)
+            for prompt, values in of_prompts.items()
+            for x in values
+        ]
+        folder = tmp_path / name
+        (folder / "completions").mkdir(parents=True)
+        write_completions(folder / "completions" / "evaluation_test_000003.parquet", rows)
+        measured.append(Evaluation("", folder, [{"set": "test"}]))
+    # pass@1: +0.5 and 0; avg: +0.5 and +0.25. Errors: deviations over the root of two.
+    assert differences(measured, ["A", "B"]) == (
+        "difference   B less A on test, 2 prompts: pass@1 +0.2500 ± 0.2500, avg +0.3750 ± 0.1250"
+    )
 
 
 def test_prompts_of_files_replace_all_sets(folder_of_files, capsys):
