@@ -41,8 +41,9 @@ def make_step(
     All ranks have the same number of micro-batches, so that none waits for another in vain: where
     the documents of a rank run out, its further micro-batches are empty. Groups and trajectories
     are numbered within the step: one whose documents lie in two steps counts in each as a whole, so
-    give all of them together where the loss or the aggregation is one of groups. The totals also count by the sign of the advantage, where each
-    document has one advantage and none names a trajectory.
+    give all of them together where the loss or the aggregation is one of groups. The totals also
+    count by the sign of the advantage, where each document has one advantage and none names a
+    trajectory.
     """
     check_whole("max_tokens", max_tokens, 1)
     given = [documents] if isinstance(documents, Document) else documents
