@@ -10,17 +10,19 @@ import contextlib
 import os
 import re
 import sys
+from dataclasses import replace
 from importlib.machinery import PathFinder
 
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.keys import default, key_named
+from pgtoolkit.config.keys import default, evaluated_keys, is_inside, key_named
 from pgtoolkit.config.schema import default_options
 from pgtoolkit.config.their_values import NO_VALUE, VERIFIER, Overrides, TheirValues
 from pgtoolkit.config.trainer_keys import Theirs, words_used
 from pgtoolkit.config.translate_code import Unread
 from pgtoolkit.config.translate_file import TheirConfig, is_same
-from pgtoolkit.config.validate import validated
+from pgtoolkit.config.validate import RULES, RULES_OF_EVALUATION, validated
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.system.conditions import with_values
 from pgtoolkit.system.declared import Alters
 from pgtoolkit.system.functions import is_dotted_path
 from pgtoolkit.system.redaction import redact
@@ -61,6 +63,7 @@ class Translation:
     apart: what is typed and changes what is learned all the same.
     lacking: what this machine lacks.
     behind: the name of a row -> the file's keys that its values follow from; none: their defaults.
+    trains: whether it is a training; else an evaluation of the model alone.
     """
 
     def __init__(self, theirs: TheirConfig):
@@ -76,6 +79,7 @@ class Translation:
         theirs.values |= {name: Unread(theirs.values[name]) for name in self._misfits}
         self._values = TheirValues(theirs)
         names = self._values.names
+        self.trains = not names.get("only_evaluates")
         if names.get("processes") == 1 and not names["launched"]:
             advice = "N says another number"
             if theirs.gpus:
@@ -99,6 +103,16 @@ class Translation:
             self._translate(row, names_of.get(row.name, []))
         if "task.verifiers" in self.typed:
             del self.typed["task.verifier"]
+        self.typed = {key: self.typed[key] for key in self.typed if self._is_taken(key)}
+
+    def _is_taken(self, key: str) -> bool:
+        """Return whether the command takes a key: `pgtk evaluate` does not take those of
+        training."""
+        return self.trains or any(is_inside(key, name) for name in evaluated_keys("model"))
+
+    def _is_about(self, row: Theirs) -> bool:
+        """Return whether a row is about what the command does, or has no equal at all."""
+        return not row.typed_keys or any(map(self._is_taken, row.typed_keys))
 
     def _translate(self, row: Theirs, names: list[str]) -> None:
         """Find what is to be typed for a key. names: the file's keys that its row is about."""
@@ -118,7 +132,7 @@ class Translation:
             shown = ", ".join(map(self.shown, self.behind[row.name] or [row.name]))
             for notes, sentences in ((self.apart, row.apart), (self.differing, row.differs)):
                 for condition, sentence in sentences.items():
-                    if self._values.may_be(condition):
+                    if self._is_about(row) and self._values.may_be(condition):
                         notes.append(f"{redact(shown)}: {self._values.filled_in(sentence)}")
         except NameError:
             rows = self.theirs.table.rows
@@ -178,7 +192,7 @@ class Translation:
     def _leave(self, row: Theirs, names: list[str], reason: str, changed: bool = False) -> None:
         """List keys with a reason. changed: only those with another value than their default."""
         rows = self.theirs.table.rows
-        for name in names:
+        for name in names if self._is_about(row) else ():
             default = self._values.resolved(name, rows[name].default if name in rows else None)
             if not changed or text(self._values.of[name]) != text(default):
                 self.left.append((self.shown(name), reason, row))
@@ -236,6 +250,8 @@ class Translation:
                 problem = problems[0].rstrip(".")  # others of its row are refused as a consequence
                 names = [*dict.fromkeys(names)]
                 self._leave(row, names, f"{key}={text(value)} is refused here: {problem}")
+        if not self.trains and not any(key.startswith("evaluation.sets") for key in self.typed):
+            self.typed["task.path"] = self._first["task.path"]  # else it would be that of training
 
     def _drop_evaluation(self) -> list[str]:
         """Take all keys of evaluations out of the command; return the file's keys that they follow
@@ -253,8 +269,13 @@ class Translation:
         options = [key for key in self.to_fill if not key.endswith(".path")]
         typed = [override(key, self.typed[key][0]) for key in self.typed if key not in options]
         typed = [word.replace(f"verifier: {VERIFIER}", "verifier: exact_match") for word in typed]
-        self.composed = compose([*typed, "kl=k3"] if "kl" in options else typed)
-        report = validated(self.composed)[1]
+        if self.trains:
+            self.composed = compose([*typed, "kl=k3"] if "kl" in options else typed)
+        else:
+            composed = compose(typed, evaluate="model")
+            measured = composed.config and with_values(composed.config, {"evaluation.every": 1})
+            self.composed = replace(composed, config=measured)
+        report = validated(self.composed, RULES if self.trains else RULES_OF_EVALUATION)[1]
         self.lacking = [problem for problem in report.lacking if "=PROMPTS" not in problem]
         self.lacking += self._modules_lacking()
         return [problem for problem in report.problems if problem not in report.lacking]

@@ -42,7 +42,8 @@ def _page(theirs: TheirConfig, translation: Translation, path: Path) -> Iterator
     table = translation.theirs.table
     name = f"{table.content['trainer']} {table.content['version']}"
     of = f"RLOO of {name}" if "launch.rloo" in translation.theirs.values else name
-    yield from (redact(f"{path}, a configuration of {of}, is here"), "")
+    what = of if translation.trains else f"{of} that trains nothing"
+    yield from (redact(f"{path}, a configuration of {what}, is here"), "")
     on_defaults = on_version(theirs, translation)
     if on_defaults:
         yield from (redact(on_defaults), "")
@@ -50,11 +51,16 @@ def _page(theirs: TheirConfig, translation: Translation, path: Path) -> Iterator
     words = [word for word in translation.overrides if word not in steps]
     path_of_python = translation.python_path
     before = f"PYTHONPATH={shlex.quote(path_of_python)} " if path_of_python else ""
-    yield redact(f"  {before}{shlex.join(['pgtk', *words, *steps])}")
+    command = ["pgtk"] if translation.trains else ["pgtk", "evaluate"]
+    yield redact(f"  {before}{shlex.join([*command, *words, *steps])}")
     instead = "in place of its last word, as a key is typed once" if steps else "behind it"
     config = translation.composed.config
     of_try = OF_TRY if config and config.optimizer.warmup_steps >= 2 else ""
-    yield from ("", f"For a try of two steps, type trainer.max_steps=2 {instead}.{of_try}")
+    try_of_two = f"For a try of two steps, type trainer.max_steps=2 {instead}.{of_try}"
+    if translation.trains or translation.to_fill:
+        yield ""
+    if translation.trains:
+        yield try_of_two
     if translation.to_fill:
         yield f"To be filled in: {', '.join(translation.to_fill)}."
         options = [key for key in translation.to_fill if "." not in key]
@@ -95,9 +101,10 @@ def _page(theirs: TheirConfig, translation: Translation, path: Path) -> Iterator
     ]
     set_rows = [table.rows[key] for key in theirs.values if key in table.rows]
     earlier = sorted(row.name for row in set_rows if row.gone_in)
+    learned_or_measured = "learned" if translation.trains else "measured"
     sections = {
         f"What {name} does not start with:": [*map(redact, translation.refused)],
-        "What changes what is learned, and is left out:": left_out[True],
+        f"What changes what is {learned_or_measured}, and is left out:": left_out[True],
         "Assumed:": [*map(redact, [*translation.theirs.assumed, *_on_no_version(translation)])],
         "What is not quite the same:": _joined(translation.differing),
         f"In the command by defaults of {name}:": [", ".join(by_default)] if by_default else [],

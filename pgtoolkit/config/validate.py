@@ -62,6 +62,9 @@ RULES: tuple[Check, ...] = (
     ignored,
 )
 
+RULES_OF_EVALUATION: tuple[Check, ...] = (ignored, run.model, task.evaluated, sampler.sampler)
+"""The rules of what `pgtk evaluate` reads of a configuration."""
+
 
 def validate(
     config: Config,

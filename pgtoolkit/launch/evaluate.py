@@ -23,15 +23,13 @@ from pgtoolkit.config.evaluation_sets import (
     sampling_in_words,
     sets_beside_training,
 )
-from pgtoolkit.config.keys import changes_learning, ignored, plain_value
+from pgtoolkit.config.keys import changes_learning, plain_value
 from pgtoolkit.config.names import name_from, plain_config
 from pgtoolkit.config.paths import absolute_paths
-from pgtoolkit.config.rules import run, sampler
 from pgtoolkit.config.rules.executed import announce
-from pgtoolkit.config.rules.task import evaluated
 from pgtoolkit.config.saved import saved_config
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.validate import validate
+from pgtoolkit.config.validate import RULES_OF_EVALUATION, validate
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.launch.start import refused
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings, RecordedRolloutSettings
@@ -546,7 +544,7 @@ def _check(config: Config, problems: list[str]) -> list[str]:
 
     problems: those that are known already.
     """
-    _, report = validate(config, rules=(ignored, run.model, evaluated, sampler.sampler))
+    _, report = validate(config, rules=RULES_OF_EVALUATION)
     report.problems[:0] = problems
     # The rules of training must not look at the prompts of the task, and nothing is tracked.
     untrained = with_values(config, {"rollout.name": "none", "tracking.name": "none"})

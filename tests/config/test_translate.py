@@ -1514,10 +1514,10 @@ def test_what_is_left_out_of_trl_stands_where_it_belongs(tmp_path):
     parts = dict(re.findall(r"\n(What \w+) .*:\n((?:  .*\n?)+)", page))
     for shown in (
         *("revision=v2", "attention_dropout=0.1", "optimizers=", "reward_processing_classes="),
-        *("deepspeed=", "auto_find_batch_size=true"),
+        *("deepspeed=", "auto_find_batch_size=true", "callbacks="),  # which may end it
     ):
         assert shown in parts["What changes"], shown
-    for shown in ("callbacks=", "model_init_kwargs.device_map=a", "use_cache=true"):
+    for shown in ("model_init_kwargs.device_map=a", "use_cache=true"):
         assert shown in parts["What else"], shown
 
 
@@ -3952,3 +3952,40 @@ def test_what_trl_does_not_start_with_is_said_first_and_has_no_number_of_steps(t
         # Another version may start with it.
         (tmp_path / "t.yaml").write_text("# trl==0.20.0\n" + json.dumps(values))
         assert Translation(read(tmp_path / "t.yaml")).refused == []
+
+
+@pytest.mark.parametrize("frequency", [-1, 5])
+def test_a_job_of_verl_that_only_validates_becomes_an_evaluation(frequency, tmp_path):
+    path = tmp_path / "run.sh"
+    validation = f"{ROLLOUT}.val_kwargs.n=4 {ROLLOUT}.val_kwargs.temperature=0.6"
+    path.write_text(
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.val_only=True "
+        "data.train_files=train.parquet data.val_files=[d/a.parquet,d/b.parquet] "
+        f"actor_rollout_ref.model.path=model {validation} {ROLLOUT}.n=8 "
+        f"algorithm.use_kl_in_reward=True trainer.test_freq={frequency}"
+    )
+    page = translate(path, None)
+    (command,) = [line for line in page.splitlines() if line.startswith("  pgtk ")]
+    program, name, *overrides = shlex.split(command)
+    assert [program, name] == ["pgtk", "evaluate"]
+    composed = compose(overrides, evaluate="model")
+    assert not composed.problems
+    evaluation = composed.config.evaluation
+    assert (evaluation.completions_per_prompt, evaluation.temperature) == (4, 0.6)
+    assert evaluation.sets == {name: {"path": f"d/{name}.parquet"} for name in ("a", "b")}
+    assert "For a try" not in page
+    assert "kl" not in page
+
+
+def test_a_job_of_verl_that_validates_nothing_trains_whatever_val_only_says(tmp_path):
+    values = GRPO | SIZES | {"trainer.val_only": True, "trainer.val_before_train": False}
+    translation = translated(tmp_path, "theirs.json", values)
+    assert translation.trains
+    assert "loss" in translation.typed
+    # No validation data that is read: prompts of training are none.
+    values = GRPO | SIZES | {"trainer.val_only": True, "data.train_files": "a.parquet"}
+    values |= {"data.val_files": ["a.parquet", "a.parquet"]}
+    translation = translated(tmp_path, "theirs.json", values)
+    translation.check()
+    assert not translation.trains
+    assert translation.to_fill == ["task.path"]
