@@ -450,7 +450,7 @@ def test_runs_of_either_spelling_are_one_configuration_which_every_page_calls_by
     capsys.readouterr()
     assert main(["compare", "runs/0", "runs/2"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["loss.name", "mine.Squared", "->", "grpo"] in lines
+    assert ["loss", "mine.Squared", "->", "grpo"] in lines
     assert ["loss.tau", "0.3", "->", "null"] in lines
     described = description_of(mine / "runs" / "0")
     assert described.params["loss.name"] == described.tags["family"] == "mine.Squared"
