@@ -239,6 +239,8 @@ class Translation:
                 raise ConfigError(problems[0])
             key = max(named, key=lambda key: (key in setting, len(key)))
             row = rows[key]
+            if self._drop_set(setting, problems[0]):
+                continue
             value, _ = self.typed.pop(key)
             names = [*self.behind[row.name]] or [row.name]
             if key.startswith(("evaluation.sets", "evaluation.every")):  # without which none acts
@@ -252,6 +254,18 @@ class Translation:
                 self._leave(row, names, f"{key}={text(value)} is refused here: {problem}")
         if not self.trains and not any(key.startswith("evaluation.sets") for key in self.typed):
             self.typed["task.path"] = self._first["task.path"]  # else it would be that of training
+
+    def _drop_set(self, setting: str, problem: str) -> bool:
+        """Take a refused set of several out of the command, and list its file; return whether it is
+        one of several."""
+        sets, row = self.typed.get("evaluation.sets", ({}, None))
+        name = setting.removeprefix("evaluation.sets.").partition(".")[0]
+        if row is None or not isinstance(sets, dict) or name not in sets or len(sets) == 1:
+            return False
+        self.typed["evaluation.sets"] = ({each: sets[each] for each in sets if each != name}, row)
+        file = f"{text(sets[name]['path'])} of {', '.join(self.behind[row.name] or [row.name])}"
+        self.left.append((file, f"it is refused here: {problem.rstrip('.')}", row))
+        return True
 
     def _drop_evaluation(self) -> list[str]:
         """Take all keys of evaluations out of the command; return the file's keys that they follow

@@ -1374,6 +1374,7 @@ def test_the_trainers_of_verl_read_prompts_in_batches_of_their_own(
         (
             {"algorithm.kl_ctrl.kl_coef": 0.0, f"{ACTOR}.kl_loss_coef": 0.0}
             | {"algorithm.kl_penalty": "abs", f"{ACTOR}.clip_ratio": 0.3}
+            | {f"{ACTOR}.clip_ratio_low": 0.2, f"{ACTOR}.clip_ratio_high": 0.2}
             | {"critic.optim.weight_decay": 0.1, f"{CORRECTION}.loss_type": "reinforce"}
             | {"reward.reward_kwargs.overlong_buffer_cfg.enable": True}
             | {"reward.reward_kwargs.max_resp_len": 9, "critic.optim.num_cycles": 1}
@@ -3989,3 +3990,62 @@ def test_a_job_of_verl_that_validates_nothing_trains_whatever_val_only_says(tmp_
     translation.check()
     assert not translation.trains
     assert translation.to_fill == ["task.path"]
+
+
+def test_of_several_files_of_validation_the_one_of_training_alone_is_left_out(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("test", "train"):
+        Path(f"{name}.jsonl").write_text(json.dumps({"prompt": name, "answer": "1"}) + "\n")
+    values = {"data.train_files": "train.jsonl", "data.val_files": ["test.jsonl", "train.jsonl"]}
+    translation = translated(tmp_path, "theirs.json", GRPO | VALIDATION | values)
+    translation.check()
+    config = translation.composed.config
+    assert config.evaluation.sets == {"test": {"path": "test.jsonl"}}
+    assert config.evaluation.every == 20  # 5 batches of 1024 prompts in steps of 256
+    refused = [shown for shown, reason, _ in translation.left if "is refused here" in reason]
+    assert refused == ["train.jsonl of data.val_files"]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "is_said"),
+    [({}, True), ({f"{ACTOR}.clip_ratio_low": 0.1}, True), ({f"{ACTOR}.clip_ratio_low": None}, 0)],
+)
+def test_a_clip_ratio_that_defaults_take_the_place_of_is_said_where_it_is_seen(
+    bounds, is_said, tmp_path
+):
+    values = {f"{ACTOR}.policy_loss.loss_mode": "gspo", f"{ACTOR}.clip_ratio": 0.0003}
+    (tmp_path / "theirs.json").write_text(json.dumps(SIZES | GRPO | values | bounds))
+    page = translate(tmp_path / "theirs.json", None)
+    learned = page.partition("What changes what is learned")[2].partition("\n\n")[0]
+    reason = "it does nothing there, as here: the bounds are clip_ratio_low="
+    assert (f"{ACTOR}.clip_ratio=0.0003: {reason}" in learned) == is_said
+    assert f" loss.epsilon_low={bounds.get(f'{ACTOR}.clip_ratio_low', 0.2) or 0.0003} " in page
+
+
+@pytest.mark.parametrize(("kl", "rounds"), [(False, 1000), (True, None)])
+def test_a_filter_by_final_rewards_is_one_by_rewards_without_penalties(kl, rounds, tmp_path):
+    """recipe/dapo/dapo_ray_trainer.py: sums of token_level_rewards, which are the scores then."""
+    values = {"launch.module": "recipe.dapo.main_dapo", "algorithm.use_kl_in_reward": kl}
+    values |= {f"algorithm.filter_groups.{key}": value for key, value in FINAL.items()}
+    translation = translated(tmp_path, "theirs.json", SIZES | GRPO | values)
+    assert found(translation, {"rollout.max_sampling_rounds": rounds}) == {
+        "rollout.max_sampling_rounds": rounds
+    }
+
+
+FINAL = {"enable": True, "metric": "seq_final_reward"}
+
+
+def test_the_rates_of_a_warm_up_are_those_of_a_batch_there(tmp_path):
+    """The first of two batches, of four steps each, has rate 0 there, the other half the rate."""
+    values = {"data.train_batch_size": 32, MINI: 8, f"{OPTIM}.lr_warmup_steps": 2}
+    translation = translated(tmp_path, "theirs.json", GRPO | values)
+    (said,) = [line for line in translation.differing if "lr_warmup_steps" in line]
+    assert "(b - 1) / 2 of the full one in batch b of the 2 that warm up" in said
+    assert said.endswith("here step s of the first 8 has s / 8")
+    # A share of the batches that is less than one is none.
+    values = {f"{OPTIM}.lr_warmup_steps_ratio": 0.05, "trainer.total_training_steps": 10}
+    differing = translated(tmp_path, "theirs.json", SIZES | GRPO | values).differing
+    assert not any("warm" in line for line in differing)
