@@ -42,7 +42,8 @@ from pgtoolkit.comparison.notes import (
 from pgtoolkit.comparison.pairs import block_of, is_of_blocks, leave_out_unpaired, notes_on_missing
 from pgtoolkit.comparison.statistics import Comparisons, Sample
 from pgtoolkit.config.keys import KEYS, OPTION_KEYS, changes_learning, is_inside, key_named, shown
-from pgtoolkit.config.own_code import as_typed, changed_defaults, with_defaults
+from pgtoolkit.config.own_code import as_typed as keys_as_typed
+from pgtoolkit.config.own_code import changed_defaults, with_defaults
 from pgtoolkit.errors import ConfigError, kept, refuse_all
 from pgtoolkit.rollouts.settings import POSITION
 from pgtoolkit.runs.find import HELD_OUT, Run
@@ -78,7 +79,7 @@ def compare(
     Raises ConfigError if no run can be read or has the metric, and for an option that does not fit
     the runs.
     """
-    readable = [_as_typed(run) for run in runs if run.config]
+    readable = [as_typed(run) for run in runs if run.config]
     left_out = [(run, run.why_not_counted()) for run in runs if not run.config]
     if not readable:
         listing = "; ".join(f"{run.name}: {reason}" for run, reason in left_out)
@@ -200,7 +201,7 @@ def compare(
     return compared
 
 
-def _as_typed(run: Run) -> Run:
+def as_typed(run: Run) -> Run:
     """Return the run with the user's own code as the option of its group.
 
     The option takes the place of the keys that name the code.
@@ -208,7 +209,7 @@ def _as_typed(run: Run) -> Run:
     copies = Path(run.path, COPIES)
     config = with_defaults(run.config, copies, run.trained_with)
     changed = changed_defaults(run.config, copies, run.trained_with)
-    return replace(run, config=config, trained_with=as_typed(run.trained_with) | changed)
+    return replace(run, config=config, trained_with=keys_as_typed(run.trained_with) | changed)
 
 
 def _metric(

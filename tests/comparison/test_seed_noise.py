@@ -12,6 +12,7 @@ from pgtoolkit.cli import main
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.seed_noise import noise_of, seed_noise
 from pgtoolkit.comparison.statistics import LEVEL, Sample
+from pgtoolkit.config.names import plain_config
 from pgtoolkit.launch.check import check_sweep
 from pgtoolkit.launch.seeds_to_find import lines_on_seeds
 from pgtoolkit.runs.directory import RunDirectory
@@ -83,6 +84,18 @@ def test_the_spread_is_pooled_and_pairs_need_the_same_seeds_and_prompts():
 def write_run(folder, loss, seed, exact_match, rate=1e-3):
     config = {"seed": seed, "loss": {"name": loss}, "trainer": {"max_steps": 4}}
     config["optimizer"] = {"learning_rate": rate}
+    write(folder, config, exact_match)
+
+
+def write_jobs(sweep, finals):
+    """Write the runs of a sweep's jobs. finals: loss -> exact_match by seed."""
+    for job in sweep.jobs.values():
+        value = finals[job.config.loss.name][job.config.seed]
+        write(sweep.folder / job.directory, plain_config(job.named_config), value)
+    sweep.save()
+
+
+def write(folder, config, exact_match):
     with RunDirectory(folder) as run:
         run.write_config(config, [])
         for step in range(1, 5):
@@ -187,47 +200,61 @@ def test_check_finds_seeds_from_the_runs_of_a_sweep_or_from_the_study(tmp_path, 
     assert "this sweep has 2 seeds of each" in before
     anew = "check anew once two seeds of a configuration have finished"
     assert anew in before
-    for seed in range(2):
-        write_run(tmp_path / "sweep" / f"a{seed}", "grpo", seed, 0.5)
+    write_jobs(check_sweep(sweep[1:]), {"grpo": (0.5, 0.5), "gspo": (0.5, 0.5)})
     assert main(["check", *sweep, "--find", "0.02"]) == 0
     alike = " ".join(capsys.readouterr().out.split())
     assert "as large: those in " in alike
     assert "/sweep end alike with every seed, with one exact_match." in alike
     assert anew not in alike
     shutil.rmtree(tmp_path / "sweep")
-    for seed, (grpo, gspo) in enumerate([(0.50, 0.61), (0.56, 0.66)]):
-        write_run(tmp_path / "sweep" / f"a{seed}", "grpo", seed, grpo)
-        write_run(tmp_path / "sweep" / f"b{seed}", "gspo", seed, gspo)
+    write_jobs(check_sweep(sweep[1:]), {"grpo": (0.50, 0.56), "gspo": (0.61, 0.66)})
     assert main(["check", *sweep, "--find=0.02", "--json"]) == 0
     lines = json.loads(capsys.readouterr().out)["seeds"]
-    assert "from the finished runs in" in lines[1]
+    assert "from 4 finished runs in" in lines[1]
     assert "final exact_match spreads by 0.039 over seeds" in lines[1]
     assert main(["compare", f"{tmp_path}/sweep", "--json"]) == 0
     seeds = json.loads(capsys.readouterr().out)["seed_noise"]["seeds_to_find"]["0.02"]
     assert f"each configuration needs {seeds} seeds for 0.02" in lines[0]
 
 
-def test_check_finds_the_runs_of_its_configurations_in_the_folder_of_another_sweep(tmp_path):
-    """Two seeds of each loss are trained, and one of a third loss, which is not asked about."""
-    two = check_sweep(["loss=grpo,gspo", "seed=0,1", f"hydra.sweep.dir={tmp_path}/two"])
-    finals = {"grpo": (0.50, 0.56), "gspo": (0.61, 0.71), "sapo": (0.1, 0.9)}
-    for job in two.jobs.values():
-        loss = job.config.loss.name
-        value = finals[loss][job.config.seed]
-        write_run(two.folder / job.directory, loss, job.config.seed, value)
-    for seed, value in enumerate(finals["sapo"]):
-        write_run(two.folder / f"sapo_seed-{seed}-0123456{seed}", "sapo", seed, value)
-    two.save()
-    three = check_sweep(["loss=grpo,gspo", "seed=0,1,2", f"hydra.sweep.dir={tmp_path}/three"])
-    lines = lines_on_seeds(three, 0.02)
-    spread = np.sqrt(np.mean([np.var(finals[loss], ddof=1) for loss in ("grpo", "gspo")]))
-    assert f"/two: final exact_match spreads by {spread:.2g} over seeds" in lines[1]
-    assert lines[2:] == [
-        f"hydra.sweep.dir={shell_path(two.folder)} trains beside these, and keeps what is done",
-        "this sweep has 3 seeds of each",
-    ]
-    other = check_sweep(["loss=grpo,gspo", "seed=5,6", f"hydra.sweep.dir={tmp_path}/three"])
-    assert "of another model" in lines_on_seeds(other, 0.02)[1]
+def test_check_counts_seeds_from_finished_runs_of_its_configurations_alone(tmp_path):
+    """Three seeds of each loss are trained. Pairs of losses have the seeds that their differences
+    need, in the folder of the runs and beside it, and with other seeds than have been trained."""
+    finals = {"grpo": (0.50, 0.56, 0.53), "gspo": (0.61, 0.66, 0.65), "sapo": (0.4, 0.6, 0.41)}
+    folder = tmp_path / "three"
+    losses = f"loss={','.join(finals)}"
+    write_jobs(check_sweep([losses, "seed=0,1,2", f"hydra.sweep.dir={folder}"]), finals)
+    found = {}
+    for pair, seeds, name in [
+        (("grpo", "gspo"), "seed=0,1,2", "three"),
+        (("grpo", "gspo"), "seed=5,6", "three"),
+        (("grpo", "sapo"), "seed=0,1,2,3", "beside"),
+    ]:
+        words = [f"loss={','.join(pair)}", seeds, f"hydra.sweep.dir={tmp_path / name}"]
+        lines = lines_on_seeds(check_sweep(words), 0.05)
+        change = np.std(np.subtract(finals[pair[1]], finals[pair[0]]), ddof=1)
+        counts = range(2, 100)
+        powers = [
+            stats.nct.sf(stats.t.isf(0.025, n - 1), n - 1, 0.05 / change * np.sqrt(n))
+            for n in counts
+        ]
+        needed = next(n for n, power in zip(counts, powers, strict=True) if power >= 0.8)
+        found[pair] = needed
+        spread = np.sqrt(np.mean([np.var(finals[loss], ddof=1) for loss in pair]))
+        assert f"each configuration needs {needed} seeds for 0.05" in lines[0]
+        assert lines[1] == (
+            f"from 6 finished runs in {shell_path(folder)}: final exact_match spreads by "
+            f"{spread:.2g} over seeds"
+        )
+        beside = f"hydra.sweep.dir={shell_path(folder)} trains beside these, and keeps what is done"
+        assert (beside in lines) == (name == "beside")
+    assert len({*found.values()}) == 2
+    half = check_sweep(["loss=grpo,cispo", "seed=0,1", f"hydra.sweep.dir={folder}"])
+    assert "from 3 finished runs of 1 of its 2 configurations" in lines_on_seeds(half, 0.05)[1]
+    none = check_sweep(
+        ["loss=grpo", "trainer.max_steps=7", "seed=0,1", f"hydra.sweep.dir={folder}"]
+    )
+    assert "of another model" in lines_on_seeds(none, 0.05)[1]
 
 
 @pytest.mark.parametrize("size", ["x", "0", "-0.1", "inf", "nan"])
