@@ -14,6 +14,7 @@ from pgtoolkit.comparison.no_verdict import what_to_run
 from pgtoolkit.config.keys import OPTION_KEYS, is_inside, shown
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import Run
+from pgtoolkit.runs.history import CODE
 from pgtoolkit.runs.records import read_config, read_sweep
 from pgtoolkit.system.report import identity, nearest, text
 
@@ -74,14 +75,28 @@ def planned(compared: Compared, against: str) -> set[tuple[int, int]]:
     compared.axis = along if against else []
     compared.groups = bases + [group for group in compared.groups if group not in bases]
     others = [key for key in compared.keys if key not in (*along, compared.best_of)]
-    rests = [[identity(group.values[key]) for key in others] for group in compared.groups]
-    after = range(len(bases), len(rests))
+    after = range(len(bases), len(compared.groups))
     if len(bases) == 1:
         pairs = {(0, j) for j in after}
     else:
-        pairs = {(i, j) for i in range(len(bases)) for j in after if rests[i] == rests[j]}
+        pairs = {
+            (i, j)
+            for i, base in enumerate(bases)
+            for j in after
+            if _agree(base, compared.groups[j], others)
+        }
     _refuse_nothing_to_compare(compared, against, bases, pairs)
     return pairs
+
+
+def _agree(base: RunGroup, other: RunGroup, keys: Sequence[str]) -> bool:
+    """Return whether two groups have the same values of these keys; a base that uses no module of
+    the user's agrees with every version of it."""
+    return all(
+        identity(base.values[key]) == identity(other.values[key])
+        or (key.startswith(CODE) and base.values[key] is None)
+        for key in keys
+    )
 
 
 def bases_of(

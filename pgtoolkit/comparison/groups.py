@@ -21,6 +21,7 @@ from pgtoolkit.comparison.bases import (
     keys_of,
     planned,
 )
+from pgtoolkit.comparison.beside import follows
 from pgtoolkit.comparison.common_measure import (
     alters,
     asked_differently,
@@ -47,7 +48,7 @@ from pgtoolkit.config.own_code import changed_defaults, with_defaults
 from pgtoolkit.errors import ConfigError, kept, refuse_all
 from pgtoolkit.rollouts.settings import POSITION
 from pgtoolkit.runs.find import HELD_OUT, Run
-from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE
+from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE, is_of_several
 from pgtoolkit.runs.modules import COPIES
 from pgtoolkit.runs.records import command_of_sweep
 from pgtoolkit.runs.series import final, ranks
@@ -583,7 +584,8 @@ def _varying(
 ) -> tuple[list[str], list[str], dict[str, object]]:
     """Return (names that tell the runs apart, other names that vary, names that all share).
 
-    The last is {name: value}. The second divide the runs no further than the first do.
+    The last is {name: value}. The second divide the runs no further than the first do, and are no
+    versions of code or values that changed on a run's way, which a reader has to see.
     first: names that are looked at before all others, and so follow from none.
     ignore_code: do not tell runs apart by the user's own modules.
     """
@@ -614,9 +616,20 @@ def _varying(
         if len(set(finer)) > len(set(classes)):
             classes = finer
             keys.append(name)
+        elif (name.startswith(CODE) or not follows(name, keys)) and _is_of_runs(name, runs, values):
+            keys.append(name)
         else:
             following.append(name)
     return keys, following, common
+
+
+def _is_of_runs(name: str, runs: Sequence[Run], values: Sequence[object]) -> bool:
+    """Return whether these values of runs tell what other keys do not imply: several versions of a
+    module, or values that changed on a run's way."""
+    if name.startswith(CODE) and len({*map(identity, values)} - {identity(None)}) > 1:
+        return True
+    is_shown = is_not_configured(name) or any(name in run.config for run in runs)
+    return is_shown and any(isinstance(value, str) and is_of_several(value) for value in values)
 
 
 def _named_by_files(runs: list[Run], ignore_code: bool) -> list[Run]:

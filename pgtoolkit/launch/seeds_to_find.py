@@ -14,7 +14,7 @@ from pgtoolkit.config.own_code import with_defaults
 from pgtoolkit.errors import ConfigError, PgtoolkitError
 from pgtoolkit.launch.sweep import PlannedRun, Sweep
 from pgtoolkit.runs.find import Run
-from pgtoolkit.runs.history import trained_with, values_of
+from pgtoolkit.runs.history import is_of_several, trained_with
 from pgtoolkit.runs.records import known_provenance, leaves, read_leaves, read_status
 from pgtoolkit.system.report import identity, plural, refusal, shell_path
 
@@ -163,7 +163,7 @@ def _configuration(run: Run) -> str:
     typed = as_typed(run)
     values = {name: learned(typed, name) for name in {*typed.config, *typed.trained_with}}
     files = [name for name in values if is_not_configured(name)]
-    if any(len(values_of(str(values[name]))) > 1 for name in files):
+    if any(is_of_several(str(values[name])) for name in files):
         return ""
     names = [name for name in {*values} - {*files} if changes_learning(name, typed.config)]
     return identity([[name, values[name]] for name in sorted(names) if name != "seed"])

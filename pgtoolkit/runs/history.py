@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -62,6 +63,11 @@ def in_words(values: Changes) -> object:
         return values[0][1]
     parts = [f"{text(value)} to step {end}" for (_, value), (end, _) in pairwise(values)]
     return ", then ".join([*parts, text(values[-1][1])])
+
+
+def is_of_several(words: str) -> bool:
+    """Return whether a text is that of `in_words` for steps with several values."""
+    return re.search(r" to step \d+, then ", words) is not None
 
 
 def values_of(words: str) -> Changes:

@@ -199,6 +199,46 @@ def test_code_that_changed_before_a_resume_counts_from_its_step_on(tmp_path):
     assert seeds == {"aaaaaaaa to step 4, then bbbbbbbb": [0], "bbbbbbbb": [1]}
 
 
+def test_code_that_changed_on_the_way_is_a_column_beside_keys_that_tell_the_runs_apart(
+    tmp_path, capsys
+):
+    """Each run has a learning rate of its own, so that none is told apart by its code alone."""
+    resumed = {"time": "2026-01-01T00:00:00+0000", "step": 4, "modules": {"rewards": "bbbbbbbb"}}
+    mixed = {"step": 0, "modules": {"rewards": "aaaaaaaa"}, "resumed": [resumed]}
+    whole = {"step": 0, "modules": {"rewards": "bbbbbbbb"}}
+    without = {"step": 0}
+    for seed, provenance in enumerate((mixed, whole, without, without)):
+        rate = {"learning_rate": 0.1 / (1 + seed)}
+        save(tmp_path / str(seed), 0, provenance=provenance, optimizer=rate)
+    assert main(["compare", str(tmp_path)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "which differ in optimizer.learning_rate, code of rewards optimizer" in printed
+    assert "aaaaaaaa to step 4, then bbbbbbbb" in printed
+    assert "Note: code of rewards differs" in printed
+    keys, _ = keys_and_seeds(tmp_path, ignore_code=True)
+    assert keys == ["optimizer.learning_rate"]
+    # A module of one version alone follows from the key by which a run uses it.
+    for seed in (0, 1):
+        (tmp_path / str(seed) / "provenance.json").write_text(json.dumps(whole))
+    keys, _ = keys_and_seeds(tmp_path)
+    assert keys == ["optimizer.learning_rate"]
+
+
+def test_a_base_without_code_of_the_user_is_compared_with_every_version_of_it(tmp_path):
+    """Two losses at two learning rates; the second loss has other code at each."""
+    for number, rate in enumerate((0.1, 0.05)):
+        of_rate = {"optimizer": {"learning_rate": rate}}
+        save(tmp_path / f"a{number}", 0, loss={"name": "grpo"}, provenance={"step": 0}, **of_rate)
+        code = {"step": 0, "modules": {"rewards": "ab"[number] * 8}}
+        save(tmp_path / f"b{number}", 0, provenance=code, **of_rate)
+    compared = compare(find_runs([str(tmp_path)]), "final:reward", against="loss=grpo")
+    assert "code of rewards" in compared.keys
+    rates = [group.values["optimizer.learning_rate"] for group in compared.groups]
+    pairs = compared.comparisons.primary
+    assert pairs is not None and len(pairs) == 2
+    assert all(rates[first] == rates[second] for first, second in pairs)
+
+
 def save_with_code(
     folder: Path, seed: int, *versions: str, later: dict | None = None, **options: object
 ) -> None:
