@@ -53,6 +53,15 @@ def going_on_command(run_dir: Path, changes: JsonObject) -> str:
     return resume_command(run_dir, overrides)
 
 
+def training_on_command(run_dir: Path, changes: JsonObject) -> str:
+    """Return the command with which a finished run goes on: a job of a sweep as a run of its own,
+    since its sweep finds what it has trained by the values that it began with."""
+    if read_status(run_dir).get("sweep") and changes:
+        overrides = [f"{shown(name)}={text(value)}" for name, value in changes.items()]
+        return branch_command(run_dir, overrides)
+    return going_on_command(run_dir, changes)
+
+
 def another_training(
     before: JsonObject, now: JsonObject, run_dir: Path, typed: list[str]
 ) -> str | None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pgtoolkit.assembly.continuing import (
     counterpart_command,
-    going_on_command,
     has_counterpart,
     left_out_of_counterpart,
+    training_on_command,
 )
 from pgtoolkit.assembly.without_effect import without_effect
 from pgtoolkit.config.defaults import ByScores
@@ -48,7 +48,7 @@ def run_summary(metrics: Columns, run_dir: Path, records: Sequence[Record] = ())
     for record in records:
         entries += record.entries()
     changes = _changes_to_go_on(metrics, config, reason)
-    entries.append(entry("resume", going_on_command(Path(run_dir), changes)))
+    entries.append(entry("resume", training_on_command(Path(run_dir), changes)))
     comparisons = []
     if has_counterpart(run_dir):
         comparisons.append(counterpart_command(run_dir))

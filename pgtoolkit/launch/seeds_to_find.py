@@ -13,13 +13,13 @@ from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.own_code import with_defaults
 from pgtoolkit.errors import ConfigError, PgtoolkitError
 from pgtoolkit.launch.sweep import PlannedRun, Sweep
-from pgtoolkit.runs.find import Run
 from pgtoolkit.runs.history import is_of_several, trained_with
 from pgtoolkit.runs.records import known_provenance, leaves, read_leaves, read_status
 from pgtoolkit.system.report import identity, plural, refusal, shell_path
 
 if TYPE_CHECKING:
     from pgtoolkit.comparison.seed_noise import SeedNoise
+    from pgtoolkit.runs.find import Run
 
 STUDY = {"arithmetic": 0.014, "lists": 0.035}
 """Task of docs/study.md -> the standard deviation over seeds of the final held-out pass@1 of
@@ -121,6 +121,8 @@ def _noise_of_finished_runs(
 
 def _planned(sweep: Sweep) -> list[Run]:
     """Return the sweep's runs as their directories will have them."""
+    from pgtoolkit.runs.find import Run
+
     configs = [run.named_config for run in sweep.runs if run.composed.config is not None]
     values = [with_defaults(dict(leaves(plain_config(each)))) for each in configs]
     return [Run("", "", "pending", config=of_run) for of_run in values]
@@ -148,6 +150,8 @@ def _trained(sweep: Sweep, planned: Collection[str]) -> dict[Path, list[str]]:
 
 def _as_trained(directory: Path) -> Run:
     """Return the run of a directory without what it has measured."""
+    from pgtoolkit.runs.find import Run
+
     step = read_status(directory).get("step", 0)
     history = trained_with(directory, known_provenance(directory), step)
     return Run(directory, "", "", config=read_leaves(directory), trained_with=history)

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from pgtoolkit.assembly.continuing import another_training, going_on_command
+from pgtoolkit.assembly.continuing import another_training, training_on_command
 from pgtoolkit.assembly.inputs import DataProblem
 from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config.compose import compose, compose_node, is_refused
@@ -189,7 +189,7 @@ def _note_on_finished_run(config: Config, run_dir: Path) -> str:
     note += trained_before(run_dir)
     if step < config.trainer.max_steps:
         return note
-    return f"{note} {going_on_command(run_dir, {'trainer.max_steps': 2 * step})} trains on."
+    return f"{note} {training_on_command(run_dir, {'trainer.max_steps': 2 * step})} trains on."
 
 
 def _check_branch(run: PlannedRun, run_dir: Path, step: int, folder_overrides: list[str]) -> Path:

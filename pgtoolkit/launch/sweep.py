@@ -23,7 +23,7 @@ from pgtoolkit.runs.directory import is_held, lock
 from pgtoolkit.runs.records import leaves, read_config, read_status, read_sweep, storage
 from pgtoolkit.system.conditions import with_values
 from pgtoolkit.system.plain_files import write_atomically
-from pgtoolkit.system.report import Report, text
+from pgtoolkit.system.report import Report, free_path, shell_path, text
 
 if TYPE_CHECKING:  # which load Hydra, and the ranks of a run need none
     from pgtoolkit.config.compose import Composed
@@ -137,7 +137,14 @@ def refuse_another(directory: Path, config: dict) -> None:
             key = OPTION_KEYS[group]
             before, now = options
     use = "another directory"
-    if changes.keys().isdisjoint(fixed.name for fixed in fixed_keys(config)):
+    if (directory.parent / "sweep.json").is_file():
+        folder = shell_path(free_path(str(directory.parent)))
+        use = f"hydra.sweep.dir={folder} to train all of this sweep there"
+    made = read_status(directory).get("step", 0)
+    steps = changes.get("trainer.max_steps", (0, made))[1]
+    if steps < made:
+        use += f", or move {shell_path(directory)} to another folder to train this run anew"
+    elif changes.keys().isdisjoint(fixed.name for fixed in fixed_keys(config)):
         use += f", or {going_on_command(directory, _as_typed(changes, config))}"
     raise ConfigError(
         f"{directory} needs to be free for this run (got one with {shown(short_name(key))}="

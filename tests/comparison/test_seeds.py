@@ -235,7 +235,8 @@ def test_a_base_without_code_of_the_user_is_compared_with_every_version_of_it(tm
     assert "code of rewards" in compared.keys
     rates = [group.values["optimizer.learning_rate"] for group in compared.groups]
     pairs = compared.comparisons.primary
-    assert pairs is not None and len(pairs) == 2
+    assert pairs is not None
+    assert len(pairs) == 2
     assert all(rates[first] == rates[second] for first, second in pairs)
 
 

@@ -13,6 +13,7 @@ from builders.refusals import refusal
 from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of
 from builders.runs import run as train_short
 
+from pgtoolkit.assembly.continuing import training_on_command
 from pgtoolkit.cli import main
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import sweep_file
@@ -37,6 +38,8 @@ from pgtoolkit.launch.sweep_report import notes_on_code
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.modules import module_digests
 from pgtoolkit.runs.records import read_resolved, read_status, read_sweep
+from pgtoolkit.system.conditions import with_values
+from pgtoolkit.system.report import shortest_path
 
 # The state of a job
 
@@ -91,6 +94,30 @@ def test_another_or_a_damaged_configuration_in_the_directory_of_a_job_is_refused
     (tmp_path / "job" / "config.yaml").write_text("seed: [")
     with pytest.raises(StorageError, match="damaged"):
         job.update_from(tmp_path)
+
+
+def test_a_job_that_was_trained_on_is_refused_with_what_its_sweep_takes(tmp_path):
+    words = ["loss=grpo,gspo", "tracking=none", "trainer.max_steps=60"]
+    sweep = check_sweep([*words, f"hydra.sweep.dir={tmp_path}/sweep"])
+    job = next(iter(sweep.jobs.values()))
+    directory = sweep.folder / job.directory
+    longer = with_values(job.named_config, {"trainer.max_steps": 64})
+    with RunDirectory(directory) as run:
+        run.write_config(plain_config(longer), [])
+        run.set_status("done", 64, sweep=sweep.name)
+    sweep.save()
+    (problem,) = problems(check_sweep([*words, f"hydra.sweep.dir={tmp_path}/sweep"]))
+    assert "trainer.max_steps=64, not 60" in problem
+    assert "resume" not in problem
+    other = re.findall(r"hydra\.sweep\.dir=\S+", problem)
+    assert other == [f"hydra.sweep.dir={tmp_path}/sweep-2"]
+    assert problems(check_sweep([*words, *other])) == []
+    (directory / "checkpoints" / "step-00000064").mkdir(parents=True)
+    on = shlex.split(training_on_command(directory, {"trainer.max_steps": 128}))
+    assert on[-2:] == [f"hydra.run.dir={shortest_path(directory)}-64", "trainer.max_steps=128"]
+    assert f"move {directory} to another folder" in problem
+    directory.rename(tmp_path / "moved")
+    assert problems(check_sweep([*words, f"hydra.sweep.dir={tmp_path}/sweep"])) == []
 
 
 def test_a_failed_job_continues_from_its_checkpoint_and_a_finished_one_is_left_alone(tmp_path):
