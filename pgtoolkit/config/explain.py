@@ -34,7 +34,7 @@ from pgtoolkit.losses.family import Family
 from pgtoolkit.losses.function import NEW, FunctionLoss
 from pgtoolkit.runs.declared_metrics import OF_EVALUATIONS, OF_TRACKERS, metric_named
 from pgtoolkit.runs.metric import declared_as
-from pgtoolkit.system.functions import import_function, is_dotted_path
+from pgtoolkit.system.functions import import_function, is_dotted_path, lacked
 from pgtoolkit.system.report import nearest, refusal, text
 from pgtoolkit.tasks.signatures import OF_A_BATCH, OF_VERL, SINGLE
 
@@ -364,7 +364,7 @@ def _use(code: Callable, path: str) -> str:
     names = _signature(code)
     if isinstance(code, type):
         if issubclass(code, Family):
-            return f"loss={path}"
+            return " ".join([f"loss={path}", *(f"loss.{name}=X" for name in lacked(code))])
         if hasattr(code, "reply") and hasattr(code, "score"):
             return f"task=conversation task.environment={path}"
         if hasattr(code, "on_train_batch_end") or hasattr(code, "log_metrics"):

@@ -43,6 +43,12 @@ OF_COMPARISONS = (
         "margin, may show it",
         see=_SURE,
     ),
+    Word(
+        "no noise to test by",
+        "a verdict: all seeds of both have the same value, or all differences of a seed are the "
+        "same",
+        see=_SURE,
+    ),
     Word("no verdict", "no number means the same in both configurations", see=_MEASURE),
     Word(
         "headline",

@@ -41,7 +41,7 @@ from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings, RecordedRolloutSettings
 from pgtoolkit.runs.provenance import gpu_memory
 from pgtoolkit.runs.records import leaves, read_sweep
-from pgtoolkit.system.report import Report, identity, key_of
+from pgtoolkit.system.report import Report, identity, key_of, plural
 
 
 def check(
@@ -563,5 +563,7 @@ def _sweep_sections(sweep: Sweep) -> list[tuple[str, list[str]]]:
     if fixed:
         common.append("in all: " + " ".join(fixed))
     if sweep.jobs and search is None:
-        common.append(count_jobs(sweep))
+        refused = states.count("with problems")
+        beside = f", beside {plural(refused, 'run')} with problems" if refused else ""
+        common.append(count_jobs(sweep) + beside)
     return [(title, lines), ("The sweep", common)]

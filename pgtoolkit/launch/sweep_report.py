@@ -201,7 +201,8 @@ def best(sweep: Sweep) -> str | None:
     two seeds more of it and of another to compare it with; None where there is nothing to choose
     from. Where all are the same it says so.
 
-    A configuration with a job that is not done has no result of equal length. Jobs that have used
+    A configuration with a job that is not done has no result of equal length. Where the others
+    have different seeds, those that all of them have count, if there are any. Jobs that have used
     several versions of the user's code are of several configurations, as in `pgtk compare`.
     """
     jobs = [*sweep.jobs.values()]
@@ -212,16 +213,23 @@ def best(sweep: Sweep) -> str | None:
     jobs_of: dict[str, dict[int, PlannedRun]] = {}
     for job in jobs:
         jobs_of.setdefault(_configuration(sweep, job), {})[job.config.seed] = job
-    means: dict[str, float] = {}
+    finals: dict[str, dict[int, float]] = {}
     for configuration, seeds in jobs_of.items():
-        directories = [sweep.folder / job.directory for job in seeds.values()]
-        values = [final_value(directory, metric) for directory in directories]
-        known = [value for value in values if value is not None]
+        values = {
+            seed: final_value(sweep.folder / job.directory, metric) for seed, job in seeds.items()
+        }
+        known = {seed: value for seed, value in values.items() if value is not None}
         if all(job.status == "done" for job in seeds.values()) and len(known) == len(seeds):
-            means[configuration] = mean(known)
-    places = ranks([*means.values()])
-    if len(means) < 2:
+            finals[configuration] = known
+    if len(finals) < 2:
         return None
+    seeds_of = [{*of} for of in finals.values()]
+    common = set.intersection(*seeds_of)
+    means = {
+        configuration: mean([value for seed, value in of.items() if seed in (common or of)])
+        for configuration, of in finals.items()
+    }
+    places = ranks([*means.values()])
     if max(places) == 0:
         return _no_best(sweep, metric, next(iter(means.values())))
     ordered = [
@@ -230,10 +238,12 @@ def best(sweep: Sweep) -> str | None:
             zip(places, means, strict=True), key=lambda pair: pair[0], reverse=True
         )
     ]
-    seeds = ordered[0]
+    seeds = [job for job in ordered[0] if job.config.seed in common] or ordered[0]
     directories = [sweep.folder / job.directory for job in seeds]
     number = _number(metric, max(means.values()), directories)
     of_seeds = "of one seed" if len(seeds) == 1 else f"the mean of {len(seeds)} seeds"
+    if any(of != common for of in seeds_of):
+        of_seeds += " that all have" if common else " that not all have"
     modules = _changed_since(sweep, seeds)
     if modules:
         return (

@@ -289,6 +289,14 @@ def _may_be_called(
     return isinstance(function, type) or not reads or bool({*reads} & {*signature.parameters})
 
 
+def lacked(function: Callable, keywords: Sequence[str] = ()) -> list[str]:
+    """Return the parameters without a default of a function or class that are not among these."""
+    parameters = inspect.signature(function).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [each for each in parameters if each.default is each.empty and each.kind in kinds]
+    return [each.name for each in needed if each.name not in keywords]
+
+
 def _check_call(
     key: str,
     path: str,
@@ -313,6 +321,9 @@ def _check_call(
         if kind == "class":
             parameters = "task.options" if key == "task.environment" else "parameters"
             use = f"{parameters} that fit {name}{signature}"
+            missing = lacked(function, keywords)
+            if key == "loss" and missing and {*keywords} <= signature.parameters.keys():
+                use = " ".join([f"loss={path}", *(f"loss.{name}=X" for name in missing)])
         reason = f"Python says of that call: {error}."
         if kind == "class" and _lacks_dataclass(function, keywords):
             needs = "a class that is a dataclass"

@@ -15,6 +15,7 @@ from pgtoolkit.config.option_tables import option_tables
 from pgtoolkit.config.schema import OPTIONS
 from pgtoolkit.config.trainer_keys import tables
 from pgtoolkit.errors import ExitStatus, PgtoolkitError
+from pgtoolkit.launch.check import check, problems
 from pgtoolkit.runs.declared_metrics import TABLES
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking.progress import _FIELDS, ProgressLine
@@ -69,6 +70,28 @@ def test_every_option_with_a_formula_has_a_row_in_the_tables_of_docs():
     for group, names in rows.items():
         without = {"loss": {"custom"}, "correction": {"none"}, "kl": {"none"}}.get(group, set())
         assert names == {*OPTIONS[group]} - without, group
+
+
+def test_a_parameter_without_a_default_is_typed_in_what_explain_and_a_refusal_say(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "needing.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from pgtoolkit import families\n"
+        "@dataclass(frozen=True)\n"
+        "class Needing(families.Family):\n"
+        "    tau: float\n"
+        "    gain: float = 1.0\n"
+        "    def surrogate(self, log_ratio, advantages, log_probs):\n"
+        "        return self.tau * log_ratio, self.tau + 0 * log_ratio\n"
+    )
+    use = "loss=needing.Needing loss.tau=X"
+    assert f"use: {use}" in explain("needing.Needing")
+    (problem,) = problems(check(["loss=needing.Needing"]))
+    assert problem.endswith(f"Use {use}.")
+    assert problems(check(use.replace("X", "0.5").split())) == []
 
 
 def test_every_metric_and_exit_status_is_explained():

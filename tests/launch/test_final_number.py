@@ -257,14 +257,26 @@ def test_versions_of_code_are_several_configurations_of_which_one_may_be_best(
         version = "ab"[job.config.seed] if job.config.loss.name == "gspo" else "a"
         provenance = {"step": 0, "modules": {"mine": version * 8}}
         (tmp_path / "sweep" / job.directory / "provenance.json").write_text(json.dumps(provenance))
-    assert (best(sweep) or "").startswith("best: reward 0.750, of one seed; two ")
+    assert (best(sweep) or "").startswith("best: reward 0.750, of one seed that not all have; two ")
     (tmp_path / "mine.py").write_text("code = 'of another digest'")
     assert best(sweep) == (
-        "best: reward 0.750, of one seed: loss=gspo tracking=none, before mine changed. "
+        "best: reward 0.750, of one seed that not all have: loss=gspo tracking=none, before mine "
+        "changed. "
         "Further seeds would be of the new code."
     )
     (tmp_path / "sweep" / job.directory / "data.json").write_text("{")
     assert best(sweep) is not None
+
+
+def test_the_best_of_configurations_with_other_seeds_is_that_of_the_seeds_that_all_have(tmp_path):
+    """grpo has seed 1 alone, where gspo is better; gspo's mean of two seeds is lower."""
+    rewards = {"loss=grpo seed=0": 0.5, "loss=grpo seed=1": 0.25}
+    rewards |= {"loss=gspo seed=0": 0.0625, "loss=gspo seed=1": 0.375}
+    sweep = finished(tmp_path, rewards, "loss=grpo,gspo", "seed=0,1")
+    for job in list(sweep.jobs.values()):
+        if (job.config.loss.name, job.config.seed) == ("grpo", 0):
+            del sweep.jobs[job.directory]
+    assert (best(sweep) or "").startswith("best: reward 0.375, of one seed that all have; two ")
 
 
 def test_a_mean_of_several_evaluations_is_called_that_wherever_it_stands(tmp_path):

@@ -496,9 +496,11 @@ def test_the_page_of_check_shows_the_values_and_the_state_of_each_job(
         "3  pending      seed=4\n",
         "varies: seed = 1, 2, 3, 4",
         "in all: loss=grpo trainer.max_steps=10",
-        ": 4 jobs, 1 done, 1 failed, 1 interrupted, 1 pending",
+        ": 4 jobs, 1 done, 1 failed, 1 interrupted, 1 pending\n",
     ):
         assert expected in shown
+    assert main([*arguments[:3], "seed=5,6", "rollout.temperature=1,-1"]) == 2
+    assert ": 2 jobs, 2 pending, beside 2 runs with problems\n" in capsys.readouterr().out
 
 
 def test_a_job_of_a_search_is_planned_like_a_typed_one():
