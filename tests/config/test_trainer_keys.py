@@ -301,7 +301,7 @@ def test_the_end_of_a_key_is_looked_up_where_no_table_has_its_section():
         ("clip_ratio/high_mean", "here: clipped_high_fraction"),
         ("frac_reward_zero_std", "zero_advantage_group_fraction: a metric share of those in which"),
         ("reward_std", "here: there is none"),
-        ("completions/mean_length", "completion_length: a metric mean number of tokens with a label"),
+        ("completions/mean_length", "completion_length: a metric mean number of tokens with a"),
         ("completions/clipped_ratio", "here: truncated_fraction"),
         ("GRPOConfig", "pgtk translate FILE makes a command"),
         *(
