@@ -39,6 +39,12 @@ NO_LITERAL = (ArithmeticError, LookupError, RecursionError, TypeError, ValueErro
 _OF_FLAGS = {"store_true": False, "store_false": True}
 """The action of a flag of a program's own -> its value when a command leaves it out."""
 
+IN_PLACE = (
+    *("add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove"),
+    *("reverse", "setdefault", "sort", "update", "__delitem__", "__setitem__"),
+)
+"""Methods that change a list, a set or a dictionary where it is."""
+
 _READ_WHOLE = (
     "GRPOConfig",
     "GRPOTrainer",
@@ -73,6 +79,7 @@ class Code:
         self._imports: dict[str, str] = {}
         self._fields: dict[str, ast.expr] = {}  # of its own classes, which parsers fill in
         self._changed: set[str] = set()  # names of lists and dictionaries that may change later
+        self._in_place: dict[str, str] = {}  # a name -> the code that changes its object in place
         self._in_branches: set[ast.AST] = set()
         self._own: dict[str, ast.FunctionDef] = {}  # its own functions
         self._following: set[ast.AST] = set()  # calls whose objects are looked for
@@ -81,6 +88,7 @@ class Code:
         self.docstring = ast.get_docstring(tree) or ""
         for node in ast.walk(tree):
             self._note(node)
+        self._name_changed()
         self._functions: list[str] = []  # those that can be imported without training
         if module.isidentifier() and any(map(_is_guard, tree.body)):
             self._functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
@@ -93,6 +101,11 @@ class Code:
                 name = self._imports.get(name, name).rpartition(".")[2]
                 self.calls.setdefault(name, []).append(node)
                 self._changed |= {item.id for item in node.args if isinstance(item, ast.Name)}
+                if isinstance(node.func, ast.Attribute) and node.func.attr in IN_PLACE:
+                    for changed in (node.func.value, *node.args[:1]):  # the second: list.append(it)
+                        is_first = changed is node.func.value
+                        if is_first or ast.unparse(node.func.value) in ("list", "dict", "set"):
+                            self._note_in_place(changed, node)
                 if is_plain_setattr(node):
                     owner, attribute, value = node.args
                     target = f"{ast.unparse(owner)}.{ast.literal_eval(attribute)}"
@@ -105,10 +118,15 @@ class Code:
             case ast.Assign():
                 for target in node.targets:
                     self._assign(target, node.value)
+                    self._note_in_place(target, node)
+            case ast.Delete():
+                for target in node.targets:
+                    self._note_in_place(target, node)
             case ast.AnnAssign(value=ast.expr() as value):
                 self._assign(node.target, value)
             case ast.AugAssign():
                 self._assign(node.target, node)
+                self._note_in_place(node.target, node)
             case ast.Import() | ast.ImportFrom():
                 module = getattr(node, "module", None)
                 for name in node.names:
@@ -123,6 +141,38 @@ class Code:
                 self._in_branches |= {*ast.walk(node)}
             case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
                 self._bound[name] += 1
+
+    def _note_in_place(self, target: ast.expr, node: ast.AST) -> None:
+        """Note code that changes an object in place: by a method of it, or by an item."""
+        name: ast.AST = target
+        while isinstance(name, ast.Subscript):
+            name = name.value
+        is_changed = isinstance(node, ast.Call) or name is not target
+        if isinstance(name, ast.Name) and is_changed:
+            self._in_place.setdefault(name.id, ast.unparse(node))
+
+    def _name_changed(self) -> None:
+        """Take for changed what has another name that is, or that an own function changes."""
+        same = [
+            (name, value.id)
+            for name, values in self._values.items()
+            for value in values
+            if isinstance(value, ast.Name)
+        ]
+        given: list[tuple[str, str]] = []  # a parameter of an own function, and what it is given
+        for name, function in self._own.items():
+            parameters = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
+            for call in self.calls.get(name, []):
+                pairs = [*zip(parameters, call.args, strict=False)]
+                pairs += [(str(word.arg), word.value) for word in call.keywords]
+                given += [(each, item.id) for each, item in pairs if isinstance(item, ast.Name)]
+        known = -1
+        while known < len(self._in_place):
+            known = len(self._in_place)
+            for first, second in [*same, *[(b, a) for a, b in same], *given]:
+                if first in self._in_place:
+                    self._in_place.setdefault(second, self._in_place[first])
+        self._changed |= {*self._in_place}
 
     def _note_class(self, node: ast.ClassDef) -> None:
         """Take a class that is derived from one of TRL's for that one, and say what it changes."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pgtoolkit.config.translate_code import (
+    IN_PLACE,
     NO_LITERAL,
     Arguments,
     Code,
@@ -224,6 +225,8 @@ class Program(Code):
         """Say which calls set something that is known when the program runs."""
         owners = self._owners()
         names = self._names_bound_to_calls_of("GRPOConfig")
+        made = names | self._names_bound_to_calls_of("LoraConfig")
+        made |= {name for name, owner in owners.items() if owner == "GRPOTrainer"}
         for node in self.calls.get("setattr", []):
             owner = ast.unparse(node.args[0]) if node.args else ""
             code = f"{ast.unparse(node)}{self._line_of(node)}"
@@ -235,6 +238,7 @@ class Program(Code):
             owner, _, method = ast.unparse(node.func).rpartition(".")
             sets = method.startswith("set_") and owner in names
             sets |= method == "update" and owner in _dictionaries_of(names)
+            sets |= method in IN_PLACE and owner.rpartition(".")[0] in made
             if sets:
                 self.unread.append(f"{ast.unparse(node)}{self._line_of(node)} is not read")
         for target, values in self._values.items():
@@ -400,6 +404,8 @@ class Program(Code):
 
     def rewards(self, node: ast.AST) -> list[str]:
         """Return the dotted paths of reward functions, and the code of those without one."""
+        if isinstance(node, ast.Name) and node.id in self._in_place:
+            return [Unread(f"{node.id} after {self._in_place[node.id]}")]
         node = self._followed(node)
         return [self._path(item) for item in getattr(node, "elts", [node])]
 
@@ -439,7 +445,7 @@ class Program(Code):
 
     def _rows(self, node: ast.AST) -> dict[str, Any]:
         match node:
-            case ast.Name():
+            case ast.Name() if node.id not in self._in_place:
                 return self._rows(self._bound_before(node))
             case ast.Subscript():
                 return {"split": self._literal(node.slice)} | self._rows(node.value)

@@ -453,6 +453,10 @@ TRL = [
     ),
     ({"top_entropy_quantile": 0.2}, {"entropy.top_fraction": 0.2}),
     (
+        {"top_entropy_quantile": 0.2, "entropy_coef": 0.01},
+        {"entropy.coefficient": 0.01, "entropy_coef": "apart"},
+    ),
+    (
         {"top_entropy_quantile": 0.2, "gradient_accumulation_steps": 2},
         {"top_entropy_quantile": "left", "entropy.top_fraction": None},
     ),
@@ -4049,3 +4053,50 @@ def test_the_rates_of_a_warm_up_are_those_of_a_batch_there(tmp_path):
     values = {f"{OPTIM}.lr_warmup_steps_ratio": 0.05, "trainer.total_training_steps": 10}
     differing = translated(tmp_path, "theirs.json", SIZES | GRPO | values).differing
     assert not any("warm" in line for line in differing)
+
+
+IN_PLACE = {
+    "fs = [low]; fs.append(short)": "fs after fs.append(short)",
+    "fs = [low, short]; fs.remove(short)": "fs after fs.remove(short)",
+    "fs = [low]; fs[0] = short": "fs after fs[0] = short",
+    "fs = [low, short]; del fs[1]": "fs after del fs[1]",
+    "fs = [low]\nfor f in [short]:\n    fs.append(f)": "fs after fs.append(f)",
+    "fs = [low]\ndef more(to): to.append(short)\nmore(fs)": "fs after to.append(short)",
+    "fs = [low]; other = fs; list.append(other, short)": "fs after list.append(other, short)",
+    "fs = [low]; print(fs)": "m.low",
+}
+
+
+@pytest.mark.parametrize("code", IN_PLACE)
+def test_reward_functions_in_a_list_that_is_changed_in_place_are_not_known(tmp_path, code):
+    content = f"from m import low, short\n{code}\nGRPOTrainer('base', reward_funcs=fs)\n"
+    translation = translated(tmp_path, "train.py", content)
+    functions = translation.theirs.values["reward_funcs"]
+    assert functions == [IN_PLACE[code]]
+    expected = "m.low" if IN_PLACE[code] == "m.low" else "VERIFIER"
+    assert translation.typed["task.verifier"][0] == expected
+
+
+def test_what_is_changed_in_place_is_said_wherever_it_is_read(tmp_path):
+    """A data set of a dictionary of them, a dictionary in one, and lists that objects have."""
+    content = (
+        "rows = load_dataset('json', data_files='p.jsonl')\n"
+        "rows['train'] = rows['train'].map(f)\n"
+        "settings = {'inner': {'learning_rate': 1e-5}}\n"
+        "settings['inner']['learning_rate'] = 2e-5\n"
+        "args = GRPOConfig(reward_weights=[1.0], **settings['inner'])\n"
+        "args.reward_weights.append(2.0)\n"
+        "of_lora = LoraConfig(r=4, target_modules=['q_proj'])\n"
+        "of_lora.target_modules.append('k_proj')\n"
+        "trainer = GRPOTrainer('base', [m.low], args, train_dataset=rows['train'],\n"
+        "                      peft_config=of_lora)\n"
+        "trainer.reward_funcs.append(m.short)\n"
+    )
+    translation = translated(tmp_path, "train.py", content)
+    assert "task.path" in translation.to_fill
+    assert sorted(translation.theirs.unread) == [
+        "GRPOConfig gets nothing by **settings['inner'], known when it runs",
+        "args.reward_weights.append(2.0) (line 6) is not read",
+        "of_lora.target_modules.append('k_proj') (line 8) is not read",
+        "trainer.reward_funcs.append(m.short) (line 11) is not read",
+    ]
