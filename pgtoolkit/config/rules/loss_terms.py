@@ -106,7 +106,9 @@ def _note_kept_units(c: Config, family: Family, report: Report) -> None:
     if c.entropy.top_fraction is None:
         return
     of_group = isinstance(family, FunctionFamily) and family.level == "step"
-    if of_group or family.by_document:
+    # Where the slope is by a token's own log-prob the document decides its size alone.
+    shares_ratio = family.by_document and family.slope_of != "log_prob"
+    if of_group or shares_ratio:
         unit = "group" if of_group else "document"
         report.note(
             f"entropy.top_fraction with loss={chosen(c, 'loss')}: a {unit} has one loss, whose "
