@@ -18,7 +18,7 @@ from pgtoolkit.runs.records import best_checkpoint, read_evaluations, read_resol
 from pgtoolkit.runs.series import Columns, final, first, values
 from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.report import plural, shell_path
-from pgtoolkit.tracking.progress import entry, sparkline
+from pgtoolkit.tracking.progress import entry, failed_scores, sparkline
 from pgtoolkit.tracking.record import Record
 
 
@@ -84,11 +84,12 @@ def _held_out_lines(rows: list[JsonObject], number: str, best: JsonObject | None
         values_of_set = [row[number] for row in set_rows]
         last = set_rows[-1]
         note = f"; best checkpoint: step {best['step']}" if best and best["set"] == name else ""
+        failed = "".join(f", {words}" for words in failed_scores(last))
         span = None if number == "avg" else (0, 1)
         yield (
             f"{name:<12} {values_of_set[0]:z.3f} -> {values_of_set[-1]:z.3f}  "
             f"{sparkline(values_of_set, span=span)}  ({number} of {last['prompts']} held-out "
-            f"prompts, ± {last.get(f'{number}_error', 0):.3f}{note})"
+            f"prompts, ± {last.get(f'{number}_error', 0):.3f}{failed}{note})"
         )
 
 

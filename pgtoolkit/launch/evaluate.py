@@ -103,6 +103,7 @@ def differences(measured: Sequence[Evaluation], names: Sequence[str]) -> str:
         for other, name in zip(others, names[1:], strict=True):
             of_other = _means_of_prompts(other, row)
             words = []
+            counts = []
             for number, before in of_first.items():
                 after = of_other[number]
                 pairs = [after[prompt] - before[prompt] for prompt in before if prompt in after]
@@ -110,20 +111,31 @@ def differences(measured: Sequence[Evaluation], names: Sequence[str]) -> str:
                     mean, error = mean_and_error(pairs)
                     plus_minus = "" if error is None else f" ± {error:.4f}"
                     words.append(f"{number} {mean:+z.4f}{plus_minus}")
-            count = plural(len(of_first["avg"].keys() & of_other["avg"].keys()), "prompt")
-            lines.append(f"{name} less {names[0]} on {row['set']}, {count}: {', '.join(words)}")
+                    counts.append(plural(len(pairs), "prompt"))
+            heading = f"{name} less {names[0]} on {row['set']}"
+            if len({*counts}) == 1:
+                heading += f", {counts[0]}"
+            else:
+                words = [f"{text} ({count})" for text, count in zip(words, counts, strict=True)]
+            lines.append(f"{heading}: {', '.join(words)}")
     return "\n".join(f"{'difference':<12} {line}" for line in lines)
 
 
 def _means_of_prompts(evaluation: Evaluation, row: JsonObject) -> dict[str, dict[str, float]]:
     """Return the mean of each prompt's completions by the prompt's name: whether they are right as
-    pass@1, and their reward as avg. row: of evaluations.jsonl."""
+    pass@1, and their reward as avg. row: of evaluations.jsonl.
+
+    As in the numbers of a set, a completion that nobody could score is not right, and has no part
+    in avg.
+    """
     files = [*evaluation.folder.glob(f"completions/evaluation_{row['set']}_[0-9]*.parquet")]
     means: dict[str, dict[str, float]] = {}
     for number, column in (("pass@1", "exact_match"), ("avg", "reward")):
         values: dict[str, list[float]] = {}
         for completion in itertools.chain.from_iterable(map(read_completions, files)):
             value = getattr(completion, column)
+            if value is None and column == "exact_match" and completion.score_failed:
+                value = False
             if value is not None:
                 values.setdefault(completion.name, []).append(float(value))
         means[number] = {name: math.fsum(some) / len(some) for name, some in values.items()}

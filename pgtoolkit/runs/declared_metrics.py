@@ -39,8 +39,9 @@ OF_EVALUATIONS = (
     _of_prompts("truncated", "share of the completions that did not end by themselves"),
     _of_prompts(
         "failed_score_fraction",
-        "share of the completions that could not be scored; missing if it is 0. They are not exact "
-        "matches, and with `task.verifier_failure=exclude` they do not count in `avg`",
+        "share of the completions that could not be scored; missing if it is 0. They are no exact "
+        "matches if the first verifier failed, and with `task.verifier_failure=exclude` they do "
+        "not count in `avg`",
         see="data.md#verifiers",
     ),
     Metric(

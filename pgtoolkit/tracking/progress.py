@@ -169,7 +169,17 @@ def evaluation_line(row: JsonObject, max_steps: int, is_best: bool) -> str:
     names = dict.fromkeys((pass_at_k[0], pass_at_k[-1], "avg"))
     numbers = [_with_error(name, row) for name in names]
     length = f"length {row['length']:.1f}"
-    return " ".join([step, set_name, *numbers, length, f"{row['seconds']:.1f} s"])
+    words = [step, set_name, *numbers, length, *failed_scores(row)]
+    return " ".join([*words, f"{row['seconds']:.1f} s"])
+
+
+def failed_scores(row: JsonObject) -> list[str]:
+    """Return words on the completions of an evaluation that could not be scored, if there are some.
+
+    row: of evaluations.jsonl.
+    """
+    share = row.get("failed_score_fraction", 0)
+    return [f"{share:.0%} of scores failed"] if share else []
 
 
 def _with_error(name: str, row: JsonObject) -> str:

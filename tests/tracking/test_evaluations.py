@@ -60,3 +60,5 @@ def test_the_line_of_an_evaluation_has_its_numbers():
     assert line == (
         "step   4/300 held_out (best): pass@1 0.250±0.100 pass@2 0.500 avg 0.500 length 7.0 2.0 s"
     )
+    failed = evaluation_line(rows(4)[0] | {"failed_score_fraction": 0.8}, 300, is_best=False)
+    assert failed.endswith("avg 0.500 length 7.0 80% of scores failed 2.0 s")

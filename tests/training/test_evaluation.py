@@ -414,6 +414,35 @@ def test_the_difference_is_that_of_each_prompt_s_means(tmp_path):
     )
 
 
+def test_completions_that_nobody_could_score_are_not_right_in_the_difference(tmp_path):
+    """The second model has one score of prompt a and none of prompt b."""
+    rewards = {
+        "first": {"a": [0.0, 0.0], "b": [0.0, 0.0]},
+        "second": {"a": [1.0, None], "b": [None, None]},
+    }
+    measured = []
+    for name, of_prompts in rewards.items():
+        rows = [
+            CompletionRow(
+                step=3,
+                name=prompt,
+                reward=x,
+                exact_match=None if x is None else x >= 1,
+                score_failed=x is None,
+            )
+            for prompt, values in of_prompts.items()
+            for x in values
+        ]
+        folder = tmp_path / name
+        (folder / "completions").mkdir(parents=True)
+        write_completions(folder / "completions" / "evaluation_test_000003.parquet", rows)
+        measured.append(Evaluation("", folder, [{"set": "test"}]))
+    # pass@1: +0.5 and 0; avg: +1 of a alone.
+    assert differences(measured, ["A", "B"]) == (
+        "difference   B less A on test: pass@1 +0.2500 ± 0.2500 (2 prompts), avg +1.0000 (1 prompt)"
+    )
+
+
 def test_prompts_of_files_replace_all_sets(folder_of_files, capsys):
     """The verifier that the run was trained with scores them."""
     files = ["--on", "other.jsonl", "--on", f"{folder_of_files}/test.jsonl"]
