@@ -143,6 +143,8 @@ def readings(key: Key, value: object) -> Iterator[object]:
         word = word.strip("<>;,&|\\").strip()
     if kind.startswith("list"):
         entry = _number_type(kind)
+        if "|" in word and re.search(r"[(*+?^$\\]", word):
+            return  # a regular expression, whose | separates no entries
         parts = [part.strip() for part in re.split(r"[,;|]", word) if part.strip()]
         if parts:
             yield [next(_numbers(part, entry), part) if entry else part for part in parts]

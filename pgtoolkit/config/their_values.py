@@ -16,7 +16,7 @@ from typing import Any
 
 from pgtoolkit.config.trainer_keys import OVERRIDE, Theirs
 from pgtoolkit.config.translate_code import Unread
-from pgtoolkit.config.translate_file import TheirConfig, value_of
+from pgtoolkit.config.translate_file import TheirConfig, is_older, value_of
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.runs.completion_files import TRAINING
 from pgtoolkit.system.functions import is_dotted_path
@@ -149,6 +149,13 @@ def _adapter_sizes(path: object) -> dict[str, object]:
     return {}
 
 
+def _is_pattern(targets: object) -> bool:
+    """Return whether peft, or the model, would take names of layers for a regular expression: a
+    text by itself, or a list with a sign of one."""
+    named = targets if isinstance(targets, list) else []
+    return not named or any(re.search(r"[][(){}|*+?^$\\]", str(name)) for name in named)
+
+
 VERIFIER = "VERIFIER"
 """What stands for a reward function that has no dotted path."""
 
@@ -214,6 +221,7 @@ _FUNCTIONS |= {"paths": _paths, "len": len, "unnamed": _unnamed}
 _FUNCTIONS |= {"verifiers": _verifiers, "from_here": _from_here, "sets": _sets}
 _FUNCTIONS |= {"one_path": _one_path, "trackers": _trackers, "untracked": _untracked}
 _FUNCTIONS |= {"folder_of": _folder_of, "stem_of": _stem_of, "adapter_sizes": _adapter_sizes}
+_FUNCTIONS |= {"is_pattern": _is_pattern}
 
 
 @functools.cache
@@ -282,7 +290,11 @@ class TheirValues:
         def is_known(name: str) -> bool:
             return name in self.names
 
-        scope = {**_FUNCTIONS, "given": has_value, "known": is_known, "__builtins__": {}}
+        def before(version: str) -> bool:
+            return is_older(self.theirs, version)
+
+        scope = {**_FUNCTIONS, "given": has_value, "known": is_known, "before": before}
+        scope["__builtins__"] = {}
         result = eval(_compiled(formula), scope, self.names)
         return float(f"{result:.12g}") if isinstance(result, float) else result
 

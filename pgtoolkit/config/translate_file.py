@@ -214,8 +214,20 @@ def _config(trainer: str, values: dict[str, object]) -> TheirConfig:
             path = dotted.get(name)
             if type(path) is str and Path(path, ADAPTER_SETTINGS).is_file():  # a folder of adapters
                 dotted["peft_config.folder"] = dotted.pop(name)
+                others = [each for each in ("peft_config", "use_peft") if dotted.get(each) is True]
+                dotted = _without_mixture(dotted, "folder" if others else "")
     classes = [key for key in dotted if key.endswith("_target_") and "verl." in str(dotted[key])]
     return TheirConfig(table, {key: dotted[key] for key in dotted if key not in classes})
+
+
+def _without_mixture(values: dict[str, object], beside: str) -> dict[str, object]:
+    """Return values without both kinds of adapters, where a model has some and a configuration of
+    others stands beside. beside: how the model has them; "" where it has none."""
+    if not beside:
+        return values
+    of_adapters = re.compile(r"peft_config|use_peft|lora_|use_rslora").match
+    kept = {name: values[name] for name in values if not of_adapters(name)}
+    return kept | {"peft_config.beside": beside}
 
 
 def _set_punishment_apart(values: dict[str, object]) -> None:
@@ -574,10 +586,13 @@ def _program(content: str, module: str, options: dict[str, object] | None = None
     frozen = program.frozen()
     if frozen:
         values["model.requires_grad_"] = Unread("; ".join(frozen))
+    beside = ""
+    if values.get("peft_config") is True and "peft_config" in of_trainer:
+        beside = program.adapters_of_model(of_trainer, "peft_config.model_id" in values)
     for name, node in program.loaded_adapters().items():
         values.pop("model", None)
         values.setdefault(f"peft_config.{name}", program.value(node))
-    values |= program.set_later()
+    values = _without_mixture(values, beside) | program.set_later()
     set_on_trainer(program, values, is_rloo)
     unplaced = [] if parses else [name for name in program.options if name not in program.placed]
     if unplaced:

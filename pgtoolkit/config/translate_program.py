@@ -205,6 +205,17 @@ class Program(Code):
         folder = arguments.pop("peft_model_id", arguments.get("model_id"))
         return {"model_id": folder} | arguments if folder is not None else {}
 
+    def adapters_of_model(self, of_trainer: Arguments, loads: bool) -> str:
+        """Return what gives the model of a trainer its adapters; "" where it has none.
+
+        of_trainer: the arguments of GRPOTrainer. loads: PeftModel.from_pretrained does.
+        """
+        made = self._followed(of_trainer.get("model", ast.Constant(None)))
+        function = ast.unparse(made.func) if isinstance(made, ast.Call) else ""
+        if loads or function.endswith("get_peft_model"):
+            return "PeftModel"
+        return "load_adapter" if "load_adapter" in self.calls else ""
+
     def _say_refused(self, node: ast.Call, changes: Arguments) -> None:
         """Say that TRL refuses a copy of its configuration, if it does: each has both sizes."""
         sizes = [changes.get(name) for name in ("generation_batch_size", "steps_per_generation")]

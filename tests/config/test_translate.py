@@ -4100,3 +4100,78 @@ def test_what_is_changed_in_place_is_said_wherever_it_is_read(tmp_path):
         "of_lora.target_modules.append('k_proj') (line 8) is not read",
         "trainer.reward_funcs.append(m.short) (line 11) is not read",
     ]
+
+
+OTHERS = "of = LoraConfig(r=24, lora_alpha=48, target_modules=['q_proj'])\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "beside"),
+    [
+        ("PeftModel.from_pretrained(base, 'adapters', is_trainable=True)", "PeftModel"),
+        ("PeftModel.from_pretrained(base, 'adapters').to('cuda')", "PeftModel"),
+        ("get_peft_model(base, of)", "PeftModel"),
+        ("AutoModel.from_pretrained('base')\nmodel.load_adapter('adapters')", "load_adapter"),
+        ("'adapters'", "folder"),
+        ("PeftModel.from_pretrained(base, 'adapters').merge_and_unload()", None),
+    ],
+)
+def test_adapters_of_a_model_beside_a_configuration_of_others_are_not_mixed(
+    tmp_path, monkeypatch, model, beside
+):
+    """TRL 1.16.0 raises a ValueError for a PeftModel beside peft_config."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "adapters").mkdir()
+    settings = {"r": 4, "lora_alpha": 16, "target_modules": ["v_proj"]}
+    (tmp_path / "adapters" / "adapter_config.json").write_text(json.dumps(settings))
+    content = f"{OTHERS}model = {model}\nGRPOTrainer(model, [f.g], peft_config=of)\n"
+    translation = translated(tmp_path, "train.py", content)
+    assert translation.theirs.values.get("peft_config.beside") == beside
+    sizes = {"model.lora_rank": 24, "model.lora_alpha": 48, "model.lora_targets": ["q_proj"]}
+    expected = sizes | {"peft_config.beside": None}
+    if beside:
+        expected = dict.fromkeys(sizes, None) | {"peft_config.beside": "left"}
+    assert found(translation, expected) == expected
+    assert any("a PeftModel as model" in line for line in translation.refused) == (
+        beside == "PeftModel"
+    )
+
+
+@pytest.mark.parametrize("given", [r"r'.*\.(q|k)_proj'", r"[r'.*\.(q|k)_proj']", "'q_proj|k_proj'"])
+def test_a_regular_expression_of_layers_is_said_not_to_be_read(tmp_path, capsys, given):
+    content = f"of = LoraConfig(r=4, target_modules={given})\n"
+    content += "GRPOTrainer('base', [f.g], peft_config=of)\n"
+    expected = {"model.lora_rank": 4, "model.lora_targets": None}
+    expected |= {"peft_config.target_modules": "left"}
+    assert found(translated(tmp_path, "train.py", content), expected) == expected
+    page = translate(tmp_path / "train.py", None)
+    assert "it is a regular expression, which is not read" in page
+    assert main(["check", r"model.lora_targets=.*\.(q|k)_proj"]) == 2
+    assert 'k)_proj"]' not in capsys.readouterr().err
+
+
+def test_the_file_that_rows_are_to_be_written_to_is_none_that_the_program_reads(tmp_path):
+    for name, advised in {
+        "prompts.jsonl": "rows_for_pgtk.jsonl",
+        "rows_for_pgtk.jsonl": "rows_2_for_pgtk.jsonl",
+    }.items():
+        rows = f"load_dataset('json', data_files='{name}')['train'].train_test_split(0.1)['train']"
+        content = f"GRPOTrainer('base', [f.g], train_dataset={rows})\n"
+        (tmp_path / "train.py").write_text(content)
+        page = translate(tmp_path / "train.py", None)
+        assert f'to_json("{advised}")' in page
+        assert f"task.path={advised}" in page
+
+
+@pytest.mark.parametrize(
+    ("version", "loss_type", "leaves"),
+    [("0.24.0", "dapo", False), ("0.24.0", "bnpo", True), ("1.9.0", "dapo", True)],
+)
+def test_where_the_tokens_of_masked_completions_leave_the_denominator(
+    tmp_path, version, loss_type, leaves
+):
+    """From 1.9.0 on TRL counts the tokens of dapo's denominator after masking."""
+    content = f"# trl=={version}\nnum_generations: 8\nmask_truncated_completions: true\n"
+    translation = translated(tmp_path, "trl.yaml", f"{content}loss_type: {loss_type}\n")
+    said = any(line.startswith("mask_truncated_completions") for line in translation.apart)
+    assert said == leaves
