@@ -327,7 +327,7 @@ def pack_sampled(documents: Sequence[SampledDocument], shares: bool = False) -> 
     excluded = None
     have_no_weight = [document.is_excluded or document.kept_set_overflows for document in documents]
     if any(have_no_weight):
-        excluded = torch.tensor(have_no_weight)
+        excluded = torch.tensor(have_no_weight, dtype=torch.bool)
     for_reference = places = None
     if documents and documents[0].reference_tokens is not None:
         for_reference = pack_sampled(
@@ -347,7 +347,9 @@ def pack_sampled(documents: Sequence[SampledDocument], shares: bool = False) -> 
         advantages=torch.zeros(len(tokens)),
         num_documents=len(documents),
         group_index=torch.tensor([document.group for document in documents], dtype=torch.int64),
-        truncated=torch.tensor([bool(document.truncated) for document in documents]),
+        truncated=torch.tensor(
+            [bool(document.truncated) for document in documents], dtype=torch.bool
+        ),
         excluded=excluded,
         sampling_kept_ids=_kept_ids(documents, len(tokens), trained - 1),
         names=tuple(document.name for document in documents),

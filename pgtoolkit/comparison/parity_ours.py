@@ -236,7 +236,9 @@ def _tokens(step: RecordedStep, loss: Loss, advantages: Tensor, rewards: Tensor)
         num_documents=len(step.attempts),
         group_index=torch.tensor([numbering[group] for group in step.groups], dtype=torch.int64),
         truncated=torch.tensor(step.truncated, dtype=torch.bool),
-        excluded=torch.tensor([attempt.reward is None for attempt in step.attempts])
+        excluded=torch.tensor(
+            [attempt.reward is None for attempt in step.attempts], dtype=torch.bool
+        )
         if step.has_rewards
         else None,
         old_log_probs=new if step.old is None else step.old,

@@ -309,6 +309,13 @@ def test_metrics_count_a_document_of_weight_zero_as_one_without_a_trained_token(
     assert abs(kl / TARGET - 1) < 0.2
 
 
+def test_a_micro_batch_without_documents_has_flags_of_none():
+    """Ranks have one where another of them has more documents; it is inverted, so it is bool."""
+    step = make_step(documents()[:1], 1000, {}, data_rank=1, data_size=2)
+    (micro_batch,) = step.micro_batches
+    assert (~micro_batch.truncated).tolist() == []
+
+
 @pytest.mark.parametrize("kernel", ["torch", "auto"])
 @pytest.mark.parametrize("kl", ["full_reverse", "full_forward"])
 def test_a_penalty_over_the_vocabulary_leaves_truncated_documents_out(kl, kernel):
