@@ -134,8 +134,8 @@ def _to_train(group: RunGroup, runs: Sequence[Run], over: Sequence[str]) -> str:
     """Return what to type for runs of a configuration that are paired with these runs of others."""
     train = "Train it so, with the same seeds"
     run = runs[0]
-    own = max(group.counted, key=lambda of_group: of_group.step)
-    if not all(Path(of.path, "overrides.yaml").is_file() for of in (own, run)):
+    trained = max(group.counted, key=lambda of_group: of_group.step)
+    if not all(Path(of.path, "overrides.yaml").is_file() for of in (trained, run)):
         return train
     values = [override(shown(key), learned(run, key)) for key in over]
     options = [shown(key) for key in over if shown(key) in OPTION_KEYS]
@@ -143,7 +143,7 @@ def _to_train(group: RunGroup, runs: Sequence[Run], over: Sequence[str]) -> str:
         if any(typed.startswith(f"{option}.") for option in options):
             values.append(typed)
     values.append(override("seed", run.config["seed"]))
-    return f"{train}, such as by {new_run_command(own.path, values)}"
+    return f"{train}, such as by {new_run_command(trained.path, values)}"
 
 
 def _values_in_words(run: Run, over: Sequence[str]) -> str:

@@ -43,8 +43,8 @@ def new_run_overrides(run_dir: Path, changes: Sequence[str]) -> list[str]:
 def is_value_left_out(run_dir: Path, changes: Sequence[str]) -> bool:
     """Return whether a key of a run has no value in `new_run_overrides`."""
     _, overrides = read_config(run_dir)
-    given = {key_of(override) for override in changes}
-    return any(_is_left_out(each, changes) and key_of(each) not in given for each in overrides)
+    changed = {key_of(override) for override in changes}
+    return any(_is_left_out(each, changes) and key_of(each) not in changed for each in overrides)
 
 
 def _is_left_out(override: str, changes: Sequence[str]) -> bool:

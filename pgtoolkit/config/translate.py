@@ -212,12 +212,12 @@ class Translation:
         content = self.theirs.table.content
         if not is_same(self.theirs):
             return []
-        found = []
+        sentences = []
         for condition, sentence in content.get("refused", {}).items():
             with contextlib.suppress(*NO_VALUE):
                 if self._values.evaluated(condition):
-                    found.append(self._values.filled_in(sentence))
-        return found
+                    sentences.append(self._values.filled_in(sentence))
+        return sentences
 
     def check(self) -> None:
         """Take out of the command what is our default as well, and what `pgtk check` refuses; what

@@ -159,17 +159,17 @@ class Code:
             for value in values
             if isinstance(value, ast.Name)
         ]
-        given: list[tuple[str, str]] = []  # a parameter of an own function, and what it is given
+        bound: list[tuple[str, str]] = []  # a parameter of an own function, and what it is given
         for name, function in self._own.items():
             parameters = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
             for call in self.calls.get(name, []):
                 pairs = [*zip(parameters, call.args, strict=False)]
                 pairs += [(str(word.arg), word.value) for word in call.keywords]
-                given += [(each, item.id) for each, item in pairs if isinstance(item, ast.Name)]
+                bound += [(each, item.id) for each, item in pairs if isinstance(item, ast.Name)]
         known = -1
         while known < len(self._in_place):
             known = len(self._in_place)
-            for first, second in [*same, *[(b, a) for a, b in same], *given]:
+            for first, second in [*same, *[(b, a) for a, b in same], *bound]:
                 if first in self._in_place:
                     self._in_place.setdefault(second, self._in_place[first])
         self._changed |= {*self._in_place}
@@ -232,14 +232,14 @@ class Code:
     def _set_on(self, names: set[str], is_meant: Callable[[ast.AST], bool]) -> Arguments:
         """Return what is set on the object of these names, by attribute, by the code that is meant;
         of what several lines or a branch set, the name alone."""
-        found: Arguments = {}
+        settings: Arguments = {}
         for target, values in self._values.items():
             owner, _, name = target.rpartition(".")
             meant = [value for value in values if owner in names and is_meant(value)]
             if meant:
                 is_known = len(meant) == 1 and meant[0] not in self._in_branches
-                found[name] = meant[0] if is_known else ast.Name(target)
-        return found
+                settings[name] = meant[0] if is_known else ast.Name(target)
+        return settings
 
     def _follows(self, node: ast.AST, first: ast.AST | None) -> bool:
         """Return whether code stands behind other code of the same function."""

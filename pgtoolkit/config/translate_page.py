@@ -42,8 +42,8 @@ def _page(theirs: TheirConfig, translation: Translation, path: Path) -> Iterator
     table = translation.theirs.table
     name = f"{table.content['trainer']} {table.content['version']}"
     of = f"RLOO of {name}" if "launch.rloo" in translation.theirs.values else name
-    what = of if translation.trains else f"{of} that trains nothing"
-    yield from (redact(f"{path}, a configuration of {what}, is here"), "")
+    subject = of if translation.trains else f"{of} that trains nothing"
+    yield from (redact(f"{path}, a configuration of {subject}, is here"), "")
     on_defaults = on_version(theirs, translation)
     if on_defaults:
         yield from (redact(on_defaults), "")

@@ -102,11 +102,11 @@ class Program(Code):
         """Return what is set on the trainer after it is made: attribute -> (what, its code with
         its line); of an attribute that may have several values, its name."""
         trainers = self.calls.get("GRPOTrainer", [])[:1]
-        found = {}
+        settings = {}
         for owner in {name for node in trainers for name in self._names_bound_to(node)}:
             for name, value in self._set_on({owner}, lambda _: True).items():
-                found[name] = (value, self._line(owner, name))
-        return found
+                settings[name] = (value, self._line(owner, name))
+        return settings
 
     def _line(self, owner: str, name: str) -> str:
         """Return the last line of code that sets an attribute."""
@@ -182,12 +182,12 @@ class Program(Code):
         The size of a generated batch follows from those of GRPOConfig when it is made, and a switch
         of scale_rewards is a word from then on.
         """
-        given = {**self.options, **arguments}
-        is_derived = not {"generation_batch_size", "steps_per_generation"} & {*given, *later}
+        both = {**self.options, **arguments}
+        is_derived = not {"generation_batch_size", "steps_per_generation"} & {*both, *later}
         sizes = [name for name in _SIZES if name in later]
         if is_derived and sizes and not self.imports("unsloth"):
-            option: Any = self.options.get(_SIZES[0], 1)
-            steps = arguments.get(_SIZES[0], ast.Constant(option))
+            option = ast.parse(repr(self.options.get(_SIZES[0], 1)), mode="eval").body
+            steps = arguments.get(_SIZES[0], option)
             arguments = arguments | {"steps_per_generation": steps}
         if is_derived and _SIZES[1] in later:
             self.unread.append(

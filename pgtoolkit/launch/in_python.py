@@ -38,7 +38,7 @@ def in_python(message: str) -> str:
     message = re.sub(rf"\bpgtk -m ({_WORDS})", _sweep_of, message)
     message = re.sub(
         rf"Use --config-dir=(\S+) {_WORD}{end}",
-        lambda found: f"Use {before_the_call(found[1])}",
+        lambda match: f"Use {before_the_call(match[1])}",
         message,
     )
     message = re.sub(rf"(?<=Use )({_QUOTED}(?: {_QUOTED})+){end}", _separate, message)

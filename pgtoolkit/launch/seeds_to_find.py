@@ -143,9 +143,9 @@ def _trained(sweep: Sweep, planned: Collection[str]) -> dict[Path, list[str]]:
         with contextlib.suppress(PgtoolkitError, OSError):  # a damaged run is none that counts
             if is_searched or _configuration(_as_trained(directory)) in planned:
                 directories.setdefault(folder, []).append(str(directory))
-    own = directories.pop(sweep.folder)
+    of_sweep = directories.pop(sweep.folder)
     others = dict(sorted(directories.items(), key=lambda item: -len(item[1])))
-    return ({sweep.folder: own} if own else {}) | others
+    return ({sweep.folder: of_sweep} if of_sweep else {}) | others
 
 
 def _as_trained(directory: Path) -> Run:

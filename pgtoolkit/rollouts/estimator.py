@@ -109,7 +109,7 @@ class Estimator:
                 )
             return
         if self.gae is None:
-            usual = AdvantageSettings(
+            settings = AdvantageSettings(
                 estimator=AdvantageEstimator.gae,
                 reward_shift=self.shape.shift,
                 reward_scale=self.shape.scale,
@@ -117,7 +117,7 @@ class Estimator:
                 clip_low=self.shape.clip_low,
                 clip_high=self.shape.clip_high,
             )
-            object.__setattr__(self, "gae", usual)
+            object.__setattr__(self, "gae", settings)
             return
         if self.gae.estimator != AdvantageEstimator.gae:
             raise ValueError(

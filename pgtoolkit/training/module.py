@@ -872,7 +872,7 @@ def _check_tokens_of(name: str, policy: Policy, micro_batch: MicroBatch) -> None
     """Raise DataError for a micro-batch that a policy cannot read. name: of the argument."""
     if not len(micro_batch.tokens):
         return
-    for what, numbers, limit, use in (
+    for noun, numbers, limit, use in (
         (
             "token",
             micro_batch.tokens,
@@ -891,7 +891,7 @@ def _check_tokens_of(name: str, policy: Policy, micro_batch: MicroBatch) -> None
             continue
         place = int(micro_batch.document_index[int(numbers.argmax())])
         raise DataError(
-            f"{micro_batch.names[place]} needs {what}s below {limit}, those of the {name}'s model "
+            f"{micro_batch.names[place]} needs {noun}s below {limit}, those of the {name}'s model "
             f"(got {highest}). Use {use}."
         )
 
